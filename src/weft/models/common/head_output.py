@@ -24,8 +24,8 @@ Note [Chunked losses]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -173,52 +173,44 @@ def chunk_length(num_tokens: int, *, vocab: int, dim: int) -> int:
 
 @dataclass
 class _Gradients:
-    """The gradients of x, W and b, to which chunks are added in order; None where they are not
-    needed.
+    """The gradients of x, W and b, to which chunks are added in order.
+
+    Attributes:
+        needs: whether those of x, W and b are needed.
+        x: of each chunk.
+        weight, bias: sums over chunks, in float32 at least; None before the first one.
     """
 
-    x: list[Tensor] | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def zeros(cls, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> _Gradients:
-        """Of no chunk yet; sums over tokens in float32 at least."""
-        needs_x, needs_weight, needs_bias = needs[:3]
-
-        def zeros(param: Tensor | None) -> Tensor | None:
-            if param is None:
-                return None
-            wide = torch.promote_types(param.dtype, torch.float32)
-            return torch.zeros_like(param, dtype=wide)
-
-        return cls(
-            [] if needs_x else None,
-            zeros(weight) if needs_weight else None,
-            zeros(bias) if needs_bias else None,
-        )
+    needs: tuple[bool, bool, bool]
+    x: list[Tensor] = field(default_factory=list)
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
     def add(self, x_CD: Tensor, logits_CV: Tensor, weight_VD: Tensor) -> None:
         """Add those of a chunk, from the gradient of its logits."""
         dtype = logits_CV.dtype
-        if self.x is not None:
+        wide = torch.promote_types(dtype, torch.float32)
+        needs_x, needs_weight, needs_bias = self.needs
+        if needs_x:
             dx_CD = logits_CV @ weight_VD.to(dtype)
             self.x.append(dx_CD.to(x_CD.dtype))
-        if self.weight is not None and self.weight.dtype == dtype:
+        if needs_weight and self.weight is not None and self.weight.dtype == dtype:
             self.weight.addmm_(logits_CV.t(), x_CD.to(dtype))
-        elif self.weight is not None:
-            self.weight.add_(logits_CV.t() @ x_CD.to(dtype))
-        if self.bias is not None:
-            self.bias.add_(logits_CV.sum(0, dtype=self.bias.dtype))
+        elif needs_weight:
+            d_weight = logits_CV.t() @ x_CD.to(dtype)
+            self.weight = d_weight.to(wide) if self.weight is None else self.weight.add_(d_weight)
+        if needs_bias:
+            d_bias = logits_CV.sum(0, dtype=wide)
+            self.bias = d_bias if self.bias is None else self.bias.add_(d_bias)
 
     def of(
         self, x_BSD: Tensor, weight: Tensor, bias: Tensor | None, *, factor: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of x_BSD, W and b in their types, times a factor; the sums are used up."""
         found: list[Tensor | None] = []
-        own = None if self.x is None else torch.cat(self.x).view(x_BSD.shape)
-        self.x = None
-        for gradient, param in ((own, x_BSD), (self.weight, weight), (self.bias, bias)):
+        dx_BSD = torch.cat(self.x).view(x_BSD.shape) if self.x else None
+        self.x = []
+        for gradient, param in ((dx_BSD, x_BSD), (self.weight, weight), (self.bias, bias)):
             if gradient is None or param is None:
                 found.append(None)
                 continue
@@ -242,7 +234,7 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> Tensor:
         gradients: _Gradients | None = None
         if is_ahead:
-            gradients = _Gradients.zeros(weight_VD, bias_V, ctx.needs_input_grad)
+            gradients = _Gradients(ctx.needs_input_grad[:3])
         losses: list[Tensor] = []
         log_totals: list[Tensor] = []
         for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, vocabulary):
@@ -267,7 +259,7 @@ class _ChunkedLosses(torch.autograd.Function):
         if gradients is not None and is_of_sum:
             factor = gradient_BS.flatten()[0]
             return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), None, None, None
-        gradients = _Gradients.zeros(weight_VD, bias_V, ctx.needs_input_grad)
+        gradients = _Gradients(ctx.needs_input_grad[:3])
         weights_N = gradient_BS.flatten() * (targets_BS.flatten() != IGNORE)
         for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.vocabulary):
             logits_CV = chunk.logit_gradient(log_totals_N[chunk.rows], weights_N[chunk.rows])
@@ -296,10 +288,8 @@ class _Chunk:
         self.dtype = torch.promote_types(logits_CV.dtype, torch.float32)
         self.softmax_CV = logits_CV.softmax(-1, dtype=self.dtype)
         # the largest probability is 1 / V at least: its log is exact where that of others is not
-        largest_C1, index_C1 = logits_CV.max(-1, keepdim=True)
-        self.log_total_C = (
-            largest_C1.to(self.dtype) - self.softmax_CV.gather(-1, index_C1).log()
-        ).squeeze(-1)
+        largest_C = logits_CV.amax(-1).to(self.dtype)
+        self.log_total_C = largest_C - self.softmax_CV.amax(-1).log()
         places_C = targets_C - lo
         self.is_here_C = (places_C >= 0) & (places_C < logits_CV.shape[-1])
         self.is_here_C = self.is_here_C & (targets_C != IGNORE)
