@@ -267,7 +267,7 @@ class _ChunkedLosses(torch.autograd.Function):
         return *gradients.of(x_BSD, weight_VD, bias_V), None, None, None
 
 
-class _Chunk:
+class _TokenChunk:
     """The logits of some tokens, as far as their entries are here.
 
     Attributes:
@@ -324,7 +324,7 @@ def _chunks(
     bias_V: Tensor | None,
     targets_BS: Tensor,
     vocabulary: WholeVocabulary,
-) -> Iterator[_Chunk]:
+) -> Iterator[_TokenChunk]:
     """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
     x_ND = x_BSD.flatten(0, -2)
     targets_N = targets_BS.flatten()
@@ -334,7 +334,7 @@ def _chunks(
         rows = slice(start, min(start + length, num_tokens))
         x_CD = x_ND[rows]
         logits_CV = F.linear(x_CD, weight_VD, bias_V)
-        yield _Chunk(rows, x_CD, logits_CV, targets_N[rows], lo=vocabulary.lo)
+        yield _TokenChunk(rows, x_CD, logits_CV, targets_N[rows], lo=vocabulary.lo)
 
 
 def takes_token_losses(loss: nn.Module | None) -> bool:
@@ -352,14 +352,24 @@ def heads_with_losses(
     """
     names = [*blocks, ""]
     for name, following in itertools.pairwise(names):
-        for module in blocks[name].modules():
-            if not isinstance(getattr(module, "head_output", None), HeadOutput):
-                continue
+        for module in heads_of(blocks[name]):
             loss = getattr(module, "loss", None)
             if loss is None and following:
                 loss = blocks[following]
             if takes_token_losses(loss) and _is_product(module.proj):
                 yield name, module, loss
+
+
+def heads_of(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block that have a `head_output`."""
+    for module in block.modules():
+        if isinstance(getattr(module, "head_output", None), HeadOutput):
+            yield module
+
+
+def set_head_output(head: nn.Module, output: HeadOutput) -> None:
+    """Have a head hand on something else."""
+    vars(head)["head_output"] = output
 
 
 def _is_product(proj: nn.Module) -> bool:
@@ -372,4 +382,4 @@ def use_plain_losses(blocks: Mapping[str, nn.Module]) -> None:
     `ChunkedLosses`.
     """
     for _, head, _ in heads_with_losses(blocks):
-        vars(head)["head_output"] = PlainLosses()
+        set_head_output(head, PlainLosses())

@@ -13,6 +13,7 @@ from weft.models.common.head_output import (
     PlainLosses,
     WholeVocabulary,
     heads_with_losses,
+    set_head_output,
 )
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.tensor.linear import ColumnParallelLinear
@@ -29,7 +30,7 @@ def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
     for name, head, loss in list(heads_with_losses(blocks)):
         is_of_sum = not isinstance(loss, PreferenceLoss)
         is_ahead = is_of_sum and most_in_flight(plan.table, stage_of[name]) == 1
-        vars(head)["head_output"] = _output_of(head.proj, is_ahead=is_ahead)  # type: ignore[arg-type]
+        set_head_output(head, _output_of(head.proj, is_ahead=is_ahead))  # type: ignore[arg-type]
 
 
 def _output_of(proj: nn.Module, *, is_ahead: bool) -> HeadOutput:

@@ -20,6 +20,7 @@ from weft.models.common.buffer_updates import BufferRecords, ignoring_updates
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
+from weft.models.common.rope import share_angles
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.chunked_losses import use_chunked_losses
@@ -182,6 +183,7 @@ def parallelize(
         dropout=dropout,
     )
     use_chunked_losses(blocks, plan)
+    share_angles(blocks.values())
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
     params = own_named_parameters(blocks, ties_here)

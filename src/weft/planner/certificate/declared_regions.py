@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.head_output import ChunkedLosses
+from weft.models.common.head_output import ChunkedLosses, set_head_output
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.context.position_sum import ContextPositionSum
 from weft.parallel.cp import AXIS as CP
@@ -122,7 +122,7 @@ class DeclaredRegions:
             output = getattr(module, "head_output", None)
             if isinstance(output, ChunkedLosses):
                 typed = _TypedLosses(output.vocabulary, output.is_ahead, self._chunked_losses)
-                vars(module)["head_output"] = typed
+                set_head_output(module, typed)
             where = ".".join(part for part in (name, path) if part)
             module.register_forward_pre_hook(functools.partial(self._enter, where), prepend=True)
         reads_vocab = any(isinstance(each, VocabParallelEmbedding) for each in block.modules())
