@@ -337,7 +337,7 @@ def _chunks(
         yield _TokenChunk(rows, x_CD, logits_CV, targets_N[rows], lo=vocabulary.lo)
 
 
-def takes_token_losses(loss: nn.Module | None) -> bool:
+def takes_token_losses(loss: nn.Module) -> bool:
     """Whether a loss takes losses_BS in place of logits_BSV: the class itself says so, since a
     subclass may compute another loss.
     """
@@ -353,10 +353,11 @@ def heads_with_losses(
     names = [*blocks, ""]
     for name, following in itertools.pairwise(names):
         for module in heads_of(blocks[name]):
-            loss = getattr(module, "loss", None)
-            if loss is None and following:
-                loss = blocks[following]
-            if takes_token_losses(loss) and _is_product(module.proj):
+            own: nn.Module | None = getattr(module, "loss", None)
+            loss = own if own is not None or not following else blocks[following]
+            if loss is None or not takes_token_losses(loss):
+                continue
+            if _is_product(module.proj):  # type: ignore[arg-type]
                 yield name, module, loss
 
 

@@ -179,7 +179,7 @@ class Rope(nn.Module):
         """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision
         policy.
         """
-        if self.shared is None:
+        if self.shared is None or torch.compiler.is_compiling():  # compiled code keeps no state
             return self._angles(positions_BS)
         kind = (type(self), self.head_size, self.theta, self.scaling)
         return self.shared.of(positions_BS, kind, self._angles)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from weft.layout.compilation import NOT_COMPILED
 from weft.layout.plan import Plan
 from weft.models.common.head_output import (
     ChunkedLosses,
@@ -22,12 +23,20 @@ from weft.schedule.actions import Table
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
 
-def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Have the heads of these blocks, which are parallel already, compute losses without whole logits."""
+def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan, *, device: str) -> None:
+    """Have the heads of these blocks, which are parallel already, compute losses without whole logits;
+    from whole ones in blocks that are compiled.
+
+    Args:
+        device: type of the device that they run on.
+    """
     if not plan.chunked_losses:
         return
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.blocks}
     for name, head, loss in list(heads_with_losses(blocks)):
+        if plan.compiles_blocks(device) and name not in NOT_COMPILED:
+            set_head_output(head, PlainLosses())
+            continue
         is_of_sum = not isinstance(loss, PreferenceLoss)
         is_ahead = is_of_sum and most_in_flight(plan.table, stage_of[name]) == 1
         set_head_output(head, _output_of(head.proj, is_ahead=is_ahead))  # type: ignore[arg-type]

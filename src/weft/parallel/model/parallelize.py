@@ -182,7 +182,7 @@ def parallelize(
         chain=chain,
         dropout=dropout,
     )
-    use_chunked_losses(blocks, plan)
+    use_chunked_losses(blocks, plan, device=comm.device.type)
     share_angles(blocks.values())
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))

@@ -280,7 +280,7 @@ class DeclaredRegions:
             x_types.append(PARTIAL if is_vocab else of_x)
             weight_types.append(PARTIAL if has_tokens else of_weight)
         free: Types = (VARYING,) * len(mode.axes)
-        inputs = []
+        inputs: list[Tensor | None] = []
         for operand, gradient in ((x, x_types), (weight, weight_types), (bias, weight_types)):
             if operand is None:
                 inputs.append(None)
