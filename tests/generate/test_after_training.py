@@ -26,6 +26,7 @@ from weft.errors import EXIT_OK
 from weft.generate.cache import restored_modules
 from weft.generate.decode import Decoder
 from weft.models import FAMILIES
+from weft.models.common.head_output import LOGITS, heads_of
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.testing import run_ranks
@@ -38,6 +39,7 @@ LAYOUTS = [
     ("llama3", "pp2 cp2", {"context": "ulysses"}),
     ("gpt2", "dp2 tp2", {"zero": 1, "sequence_parallel": True}),
     ("llama3", "dp2", {"recompute": "full"}),
+    ("llama3", "pp2 tp2", {"chunked_losses": True}),
 ]
 
 
@@ -90,11 +92,10 @@ def test_weft_train_samples_at_its_end_the_same_text_on_every_layout(
     for kind in ("params", "compute", "reduce"):
         words += [f"--precision.{kind}", "float64"]
     texts = set()
-    for mesh in ("", "cp2", "dp2 tp2"):
+    for mesh, logits in (("", "whole"), ("cp2", "whole"), ("dp2 tp2", "chunked")):
         out = tmp_path / f"run {mesh}"
-        assert main(["train", *words, "--mesh", mesh, "--out", str(out)]) == EXIT_OK, (
-            capsys.readouterr().err
-        )
+        options = ["--mesh", mesh, "--parallel.logits", logits, "--out", str(out)]
+        assert main(["train", *words, *options]) == EXIT_OK, capsys.readouterr().err
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
         (event,) = [event for event in events if event["event"] == "sample"]
         assert event["prompt"] == "def "
@@ -160,21 +161,25 @@ def test_an_error_while_a_text_is_generated_leaves_the_model_as_it_was() -> None
     config = config_of("llama3")
 
     def rank(comm: Comm) -> bool:
-        model = build_model(FAMILIES["llama3"], config, plan_of(config, ""), comm, seed=SEED)
+        plan = plan_of(config, "").model_copy(update={"chunked_losses": True})
+        model = build_model(FAMILIES["llama3"], config, plan, comm, seed=SEED)
         (stage,) = model.stages.values()
         modules = dict(all_modules(stage))
         implementations = implementations_of(modules)
+        (head,) = heads_of(stage)
+        losses = head.head_output
 
         def fail() -> None:
             with restored_modules(model.stages):
                 Decoder(model, vocab=config.axis_sizes()["vocab"])
-                assert dict(all_modules(stage)) != modules, "rotary embeddings are shared"
+                assert head.head_output is LOGITS
                 assert implementations_of(modules) != implementations
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             fail()
         is_restored = implementations_of(modules) == implementations
+        is_restored = is_restored and head.head_output is losses is not LOGITS
         return dict(all_modules(stage)) == modules and is_restored
 
     assert run_ranks("", rank) == [True]

@@ -44,6 +44,9 @@ MORE_REPRESENTATIVE = (
     "float16_gradients_are_not_divided_by_the_loss_scale",
     "gradients_are_averaged_although_the_loss_is_normalised_globally",
     "tied_embeddings_are_not_summed_across_stages",
+    "the_weight_gradient_of_a_chunk_is_lost",
+    "a_chunk_of_losses_is_not_summed_over_tp",
+    "masked_targets_count_in_chunks",
 )
 """With the former, one of each kind: the data, a number type, a checkpoint, a collective, a function."""
 SEEN_IN_KEPT_STRUCTURE = (

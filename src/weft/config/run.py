@@ -30,7 +30,7 @@ from weft.config.schema import (
     SupervisionConfig,
     TrackerName,
 )
-from weft.core.dimension import pipeline_axis, sequence_axes
+from weft.core.dimension import pipeline_axis, position_axes, sequence_axes
 from weft.core.mesh import Mesh
 from weft.core.transports import TransportName
 from weft.layout.compilation import Compile
@@ -207,6 +207,24 @@ def hardware_of(run: Run) -> Hardware | None:
     return device.for_matmul(run.precision.matmul)
 
 
+LARGE_LOGITS = 2**28
+"""Bytes in float32 from which the logits of a micro-batch are not computed whole."""
+
+
+def has_chunked_losses(run: Run) -> bool:
+    """Whether heads compute losses chunk by chunk. Under `auto`: where the logits of the tokens that
+    a rank has of a micro-batch are large, and larger than the gradient of the head's weight.
+    """
+    logits = run.parallel.logits
+    if logits != "auto":
+        return logits == "chunked"
+    num_tokens = run.batch.micro_size * run.data.seq_len // run.device_mesh.degree(position_axes())
+    if run.model.kind != "tokens" or num_tokens < run.model.architecture.get("dim", 0):
+        return False
+    vocab = run.model.axis_sizes().get("vocab", 0)
+    return 4 * num_tokens * vocab >= LARGE_LOGITS
+
+
 def plan_of(run: Run) -> Plan:
     """The plan that this config asks for.
 
@@ -230,6 +248,7 @@ def plan_of(run: Run) -> Plan:
         zero=run.parallel.zero,
         recompute=run.parallel.recompute,
         compile=run.compile,
+        chunked_losses=has_chunked_losses(run),
         params=run.precision.params,
         compute=run.precision.compute,
         reduce=run.precision.reduce,

@@ -327,6 +327,11 @@ class ParallelConfig(ConfigSection):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations that are recomputed in the backward"
     )
+    logits: Literal["auto", "whole", "chunked"] = Field(
+        "auto",
+        description="whole: the head computes the logits of all tokens; chunked: their losses, some "
+        "tokens at a time; auto: chunked where logits are large",
+    )
 
 
 class PipelineConfig(ConfigSection):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from weft.config.run import Run, plan_of
+from weft.config.run import Run, has_chunked_losses, plan_of
 from weft.config.schema import DataConfig, ModelSection
 from weft.config.small_layers import model_with, with_fewer_layers
 from weft.config.validate import config_checks
@@ -63,6 +63,8 @@ def reduced(run: Run, accepts_sizes: AcceptsSizes) -> Run:
     """The run with reduced sizes; equal layout, options and number types. A model that does not take
     the reduced sizes keeps its own.
     """
+    if has_chunked_losses(run):  # of small sizes, too
+        run = run.with_values({"parallel.logits": "chunked"})
     run = _smaller_schedule(run)
     if _keeps_weights(run):
         return _smaller_batch(_smaller_data(run))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ from weft.models.common.attention import (
     visible_keys,
 )
 from weft.models.common.batch import IGNORE, Batch
-from weft.models.common.rope import Rope
+from weft.models.common.head_output import LOGITS, HeadOutput, heads_of, set_head_output
 from weft.parallel.model.dropout_blocks import without_dropout
 
 BLOCK = 256
@@ -264,6 +265,8 @@ def restored_modules(stages: Mapping[int, nn.ModuleDict]) -> Iterator[None]:
     """
     modules = [dict(stage.named_modules(remove_duplicate=False)) for stage in stages.values()]
     attends = [each for found in modules for each in found.values() if isinstance(each, Attend)]
+    heads = [head for stage in stages.values() for head in heads_of(stage)]
+    outputs = [head.head_output for head in heads]
     implementations = [attend.implementation for attend in attends]
     try:
         yield
@@ -274,47 +277,12 @@ def restored_modules(stages: Mapping[int, nn.ModuleDict]) -> Iterator[None]:
                     stage.set_submodule(path, module)
         for attend, implementation in zip(attends, implementations, strict=True):
             attend.implementation = implementation
+        for head, output in zip(heads, outputs, strict=True):
+            set_head_output(head, cast(HeadOutput, output))
 
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, [B, S, 1, K/2]."""
-
-
-@dataclass
-class LastAngles:
-    """The positions that were asked for last, and their angles."""
-
-    positions: Tensor | None = None
-    angles: Angles | None = None
-
-
-class SharedRope(nn.Module):
-    """As `Rope`, for layers that ask for the same positions one after the other.
-
-    For one token the angles cost as much as a matrix product.
-    """
-
-    def __init__(self, inner: Rope, last: LastAngles) -> None:
-        super().__init__()
-        self.inner = inner
-        self.last = last
-
-    def forward(self, positions_BS: Tensor) -> Angles:
-        """As `Rope`."""
-        if self.last.angles is None or self.last.positions is not positions_BS:
-            self.last.positions = positions_BS
-            self.last.angles = self.inner(positions_BS)
-        return self.last.angles
-
-
-def share_rope(stages: Mapping[int, nn.ModuleDict]) -> None:
-    """Let all layers that rotate alike compute their angles once."""
-    last_by_kind: dict[object, LastAngles] = {}
+def compute_logits(stages: Mapping[int, nn.ModuleDict]) -> None:
+    """Let heads hand on logits, also those of a model that trains with losses of tokens."""
     for stage in stages.values():
-        modules = list(stage.named_modules())
-        for path, module in modules:
-            if isinstance(module, Rope):
-                kind = (type(module), module.head_size, module.theta, module.scaling)
-                last = last_by_kind.setdefault(kind, LastAngles())
-                shared = SharedRope(module, last)
-                stage.set_submodule(path, shared)
+        for head in heads_of(stage):
+            set_head_output(head, LOGITS)

@@ -14,7 +14,7 @@ from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.model_config import ModelConfig
-from weft.generate.cache import DecodeBatch, decode_batch, install_kv_cache, share_rope
+from weft.generate.cache import DecodeBatch, compute_logits, decode_batch, install_kv_cache
 from weft.generate.sample import TokenPosition
 from weft.layout.plan import Plan
 from weft.models import Family
@@ -81,7 +81,7 @@ class Decoder:
             if self._any_rank(mixes_outside_attend(model.stages.values()))
             else install_kv_cache(model.stages)
         )
-        share_rope(model.stages)
+        compute_logits(model.stages)
         self.lengths: list[int] = []
         self.has_caches = self._any_rank(bool(self.caches))
         self.texts: list[list[int]] = []

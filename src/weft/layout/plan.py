@@ -75,6 +75,7 @@ class Plan(BaseModel):
         compile: whether torch.compile compiles blocks; "auto": on GPUs, in layouts that allow it.
         rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
             mesh does not have.
+        chunked_losses: whether heads compute the losses of targets chunk by chunk, not whole logits.
         clip: largest global gradient norm; 0: no clipping.
         bucket_bytes: size of a gradient bucket.
     """
@@ -97,6 +98,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"
     compile: Compile = "off"
+    chunked_losses: bool = False
     params: Dtype = "float32"
     compute: Dtype = "float32"
     reduce: Dtype = "float32"

@@ -21,7 +21,11 @@ LOSS = "loss"
 
 
 def target_logprobs(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """logprobs_BS of the targets in float32 at least; 0 where there is none."""
+    """logprobs_BS of the targets in float32 at least, 0 where there is none; of losses_BS that a
+    head has computed, too.
+    """
+    if logits_BSV.dim() == targets_BS.dim():
+        return -logits_BSV
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     counts_BS = targets_BS != IGNORE
     index_BS1 = targets_BS.where(counts_BS, 0).unsqueeze(-1)

@@ -20,6 +20,7 @@ from weft.data.order import Ints
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.dropout_mode import run_block
+from weft.models.common.head_output import use_plain_losses
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
@@ -84,6 +85,8 @@ class Reference:
         family = task.family
         ties = family.ties(task.model)
         self.blocks = dict(family.blocks(task.model))
+        if task.has_token_losses:
+            use_plain_losses(self.blocks)
         tie(self.blocks, ties)
         self.buffers = PlainBuffers(
             self.blocks, compute=self.types.compute, dtype=self.types.params

@@ -11,7 +11,7 @@ from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
 from weft.config.changed_runs import command_of, in_float64, inside_site
 from weft.config.other_layouts import on_mesh
-from weft.config.run import Run
+from weft.config.run import Run, has_chunked_losses
 from weft.config.schema import (
     BatchConfig,
     DpoConfig,
@@ -66,6 +66,7 @@ class Task:
         source: holds initial values; None if they are drawn.
         steps: of the learning rate schedule.
         dpo: the loss of preference pairs; None: the loss is the cross entropy.
+        has_token_losses: whether heads hand on the losses of targets, not logits.
         first_unclipped: step from which the largest gradient norm is so large that nothing is
             clipped, so that a proof compares both cases; None: none.
     """
@@ -80,6 +81,7 @@ class Task:
     seed: int
     steps: int
     dpo: DpoConfig | None = None
+    has_token_losses: bool = False
     first_unclipped: int | None = None
 
     def clip_of(self, step: int) -> float:
@@ -290,6 +292,7 @@ class Subject:
             seed=run.seed,
             steps=run.steps,
             dpo=run.dpo if run.loss == DPO else None,
+            has_token_losses=has_chunked_losses(run),
             first_unclipped=self.first_unclipped,
         )
 

@@ -255,6 +255,7 @@ USER_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 USER_SIZES = (
     *("--data.seq_len", "1024", "--batch.global_size", "64", "--steps", "10000"),
     *("--optim.lr", "0.001", "--optim.warmup", "500"),
+    *("--parallel.logits", "whole"),
 )
 SMALL_RUN_KEYS = frozenset(
     (

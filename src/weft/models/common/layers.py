@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.rope import Rope, rotate
 
 
@@ -132,16 +133,20 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to logits_BSV."""
+    """The last norm and the projection to logits_BSV.
+
+    Attributes:
+        head_output: what it hands to the loss; in place of logits it may be losses_BS.
+    """
 
     def __init__(self, norm: nn.Module, proj: nn.Linear) -> None:
         super().__init__()
         self.norm = norm
         self.proj = proj
+        self.head_output: HeadOutput = LOGITS
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        logits_BSV: Tensor = self.proj(self.norm(x_BSD))
-        return logits_BSV
+        return self.head_output(self.proj, self.norm(x_BSD), batch)
 
 
 class RegionInput(nn.Module):
@@ -179,12 +184,17 @@ class Loss(nn.Module):
     implementations reject what they lack.
     """
 
+    takes_token_losses = True
+
     @property
     def requirements(self) -> frozenset[str]:
         """What an implementation in its place must compute."""
         return frozenset({"cross_entropy"})
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        """logits_BSV, or the losses_BS of a head that computes them -> scalar."""
+        if logits.dim() == batch.targets.dim():
+            return logits.sum()
         wide = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(wide)
         return F.cross_entropy(

@@ -17,12 +17,12 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.schema import DpoConfig
 from weft.models import Family, builders_of
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.head_output import token_losses
 from weft.models.common.layers import Loss
 from weft.models.common.lazy_blocks import Builders
 from weft.models.common.pair_losses import AnswerSums, pair_losses
@@ -53,6 +53,8 @@ class PreferenceLoss(Loss):
             log-probabilities are computed. While it is set the loss is 0.
     """
 
+    takes_token_losses = True
+
     def __init__(self, dpo: DpoConfig) -> None:
         super().__init__()
         self.dpo = dpo
@@ -66,14 +68,10 @@ class PreferenceLoss(Loss):
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """losses_BS: -log p of each target, 0 where it does not count; float32, or float64."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(
-            wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
-        )
-        return losses.view(targets.shape)
+        return token_losses(logits, targets)
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        """logits_BSV -> scalar."""
+        """logits_BSV, or the losses_BS of a head that computes them -> scalar."""
         losses_BS = self.token_losses(logits, batch.targets)
         if self.on_token_losses is not None:
             self.on_token_losses(batch, losses_BS)

@@ -6,6 +6,8 @@ See Note [Rotary layout] at the end.
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -98,9 +100,70 @@ class YarnScaling:
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, [B, S, 1, K/2]."""
+
+
+@dataclass(frozen=True)
+class _KeptAngles:
+    """Angles of a positions tensor, which is not kept alive, at one version of its values."""
+
+    positions: weakref.ref[Tensor]
+    version: tuple[int, bool]
+    angles: Angles
+
+
+class SharedAngles:
+    """The angles that layers of one model share: of each kind of `Rope` those of the positions that
+    were asked for last. They are dropped with that positions tensor, which a micro-batch holds.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _KeptAngles] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __deepcopy__(self, memo: object) -> SharedAngles:
+        return SharedAngles()
+
+    def __reduce__(self) -> tuple[type[SharedAngles], tuple[()]]:
+        return SharedAngles, ()
+
+    def of(self, positions: Tensor, kind: Hashable, compute: Callable[[Tensor], Angles]) -> Angles:
+        """The angles of these positions: those that are kept, or `compute(positions)`."""
+        version = (
+            0 if positions.is_inference() else positions._version,
+            torch.is_inference_mode_enabled(),  # its results cannot be saved for a backward
+        )
+        kept = self._kept.get(kind)
+        if kept is not None and kept.positions() is positions and kept.version == version:
+            return kept.angles
+        angles = compute(positions)
+
+        def drop(reference: weakref.ref[Tensor]) -> None:
+            if kind in self._kept and self._kept[kind].positions is reference:
+                del self._kept[kind]
+
+        self._kept[kind] = _KeptAngles(weakref.ref(positions, drop), version, angles)
+        return angles
+
+
+def share_angles(blocks: Iterable[nn.Module]) -> None:
+    """Let all layers that rotate alike compute their angles once a micro-batch."""
+    shared = SharedAngles()
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Rope):
+                module.shared = shared
+
+
 class Rope(nn.Module):
     """Rotates queries and keys by angles that grow with the position; holds no tensor, see Note
     [Rotary layout].
+
+    Attributes:
+        shared: angles that other layers may have computed; None: each call computes them.
     """
 
     def __init__(
@@ -110,11 +173,18 @@ class Rope(nn.Module):
         self.head_size = head_size
         self.theta = theta
         self.scaling = scaling
+        self.shared: SharedAngles | None = None
 
-    def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_BS: Tensor) -> Angles:
         """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision
         policy.
         """
+        if self.shared is None or torch.compiler.is_compiling():  # compiled code keeps no state
+            return self._angles(positions_BS)
+        kind = (type(self), self.head_size, self.theta, self.scaling)
+        return self.shared.of(positions_BS, kind, self._angles)
+
+    def _angles(self, positions_BS: Tensor) -> Angles:
         positions_BS11 = positions_BS[..., None, None].float()
         frequencies = self.frequencies(positions_BS.device)
         angles = positions_BS11 * frequencies
@@ -141,10 +211,7 @@ def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
 
 
 def rotate(
-    x_BSHK: Tensor,
-    turn: tuple[Tensor, Tensor],
-    *,
-    pairs: Literal["halves", "neighbours"] = "halves",
+    x_BSHK: Tensor, turn: Angles, *, pairs: Literal["halves", "neighbours"] = "halves"
 ) -> Tensor:
     """`x` with each pair of features turned; computed in float32 at least.
 

@@ -12,6 +12,7 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, Extra, chain
 from weft.models.common.decoder import chain_builders
 from weft.models.common.experts import Experts
+from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import DecoderLayer, Embed, Head, Loss, RegionInput, SwiGLU
 from weft.models.common.lazy_blocks import Builder, Builders, build_all
 from weft.models.common.moe import Choice, MoE, MoELayer, Router
@@ -129,14 +130,15 @@ class SecondNext(nn.Module):
         self.layer = layer
         self.proj = nn.Linear(dim, vocab, bias=False)
         self.loss = Loss()
+        self.head_output: HeadOutput = LOGITS
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Extra:
         joined_BSD = self._join(x_BSD, batch)
         out = chain({"layer": self.layer}, joined_BSD, batch)
         assert batch.later_targets is not None, "with_later_targets fills both fields"
-        logits_BSV = self.proj(self.norm(out.x))
         later_batch = replace(batch, targets=batch.later_targets)
-        loss = self.weight * self.loss(logits_BSV, later_batch)
+        output = self.head_output(self.proj, self.norm(out.x), later_batch)
+        loss = self.weight * self.loss(output, later_batch)
         if out.loss is not None:
             loss = loss + out.loss
         return Extra(x_BSD, loss, out.loads.get("layer"))

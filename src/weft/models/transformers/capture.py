@@ -57,6 +57,8 @@ class Captured:
         width: of embeddings.
         attentions: of the layers.
         implementation: of attention, as transformers names it.
+        logits: path of the linear whose result the forward returns as logits; empty: it changes
+            them (a soft-cap, a scale).
     """
 
     layers: str
@@ -68,6 +70,7 @@ class Captured:
     width: int
     attentions: tuple[CapturedAttention, ...]
     implementation: str
+    logits: str = ""
 
     def make_attends(self, lm: nn.Module) -> dict[str, Attend]:
         """One `Attend` for each attention of another model of the same config."""
@@ -90,7 +93,7 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         watched.restart()
         options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
         with calling(BlockCall(recording=recording)):
-            lm(input_ids=batch.inputs, **options)
+            watched.logits = lm(input_ids=batch.inputs, **options).logits
 
     try:
         run_without_memory(run, {"lm": lm}, token_example(ROWS, LENGTH))
@@ -115,6 +118,7 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
             CapturedAttention(paths[one], attend) for one, attend in recording.attends.items()
         ),
         implementation=implementation,
+        logits=watched.path_of_logits(),
     )
 
 
@@ -156,11 +160,14 @@ class _Watched:
 
     def __init__(self, lm: nn.Module, layers: str) -> None:
         self.restart()
+        self._linears: dict[str, Tensor] = {}
         stack: Any = lm.get_submodule(layers)
         for index, layer in enumerate(stack):
             layer.register_forward_hook(self._left(index))
         for path, module in _around(lm, layers):
             module.register_forward_pre_hook(self._noted(path))
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._kept(path))
 
     def restart(self) -> None:
         """Forget a run."""
@@ -168,6 +175,18 @@ class _Watched:
         self.num_outputs = 0
         self.before: set[str] = set()
         self.after: set[str] = set()
+        self.logits: Tensor | None = None
+
+    def path_of_logits(self) -> str:
+        """Of the linear whose result is the logits; empty where none is."""
+        return next((path for path, y in self._linears.items() if y is self.logits), "")
+
+    def _kept(self, path: str) -> Any:
+        def keep(_module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if args:
+                self._linears[path] = out
+
+        return keep
 
     def _left(self, index: int) -> Any:
         def note(_module: nn.Module, _args: object, out: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
+from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
@@ -134,6 +135,39 @@ class WholeBlock(nn.Module):
         return run(self.lm, x, batch, self)
 
 
+class LogitsBlock(WholeBlock):
+    """The last block of a model that returns what a linear yields: its forward ends at the input of
+    that linear.
+
+    Attributes:
+        head_output: what the linear hands to the loss.
+    """
+
+    def __init__(self, lm: nn.Module, captured: Captured) -> None:
+        super().__init__(lm, captured)
+        self.logits = captured.logits
+        self.head_output: HeadOutput = LOGITS
+
+    @property
+    def proj(self) -> nn.Module:
+        """The linear, or what stands in its place."""
+        return self.lm.get_submodule(self.logits)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        proj = self.proj
+        # before other hooks: those of the linear itself are for its call by `head_output`
+        end = proj.register_forward_pre_hook(_end_at_input, prepend=True)
+        try:
+            x = super().forward(x, batch)
+        finally:
+            end.remove()
+        return self.head_output(proj, x, batch)
+
+
+def _end_at_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise BlockDone(args[0])
+
+
 class LayerBlock(nn.Module):
     """One layer. The model around it has no parameters of its own and belongs to no block."""
 
@@ -229,7 +263,8 @@ def blocks_of_model(
     for index, layer in enumerate(layers):
         around = model_with(Own, index, frozenset())
         chain[f"layer{index}"] = LayerBlock(layer, around, captured)
-    chain["head"] = WholeBlock(model_with(Last, last, captured.after), captured)
+    head = LogitsBlock if captured.logits else WholeBlock
+    chain["head"] = head(model_with(Last, last, captured.after), captured)
     return chain
 
 

@@ -20,8 +20,10 @@ from weft.models.common.buffer_updates import BufferRecords, ignoring_updates
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
+from weft.models.common.rope import share_angles
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.chunked_losses import use_chunked_losses
 from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.model.dropout_blocks import (
     DropoutShards,
@@ -180,6 +182,8 @@ def parallelize(
         chain=chain,
         dropout=dropout,
     )
+    use_chunked_losses(blocks, plan, device=comm.device.type)
+    share_angles(blocks.values())
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
     params = own_named_parameters(blocks, ties_here)

@@ -98,6 +98,17 @@ class ColumnParallelLinear(MarkedLayer):
             return self._gathered(y)
         return y
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input and the weight of this rank's product, for one who computes it in another way."""
+        if self.entries is not None:
+            x, deferred = self.entries.read(x, self)
+            return x, deferred.weight
+        weight: Tensor = self.weight
+        if self.deferred is not None:
+            weight = self.deferred.weight
+            self.deferred = None
+        return x, weight
+
     @property
     def out_features(self) -> int:
         """Output features of all ranks."""

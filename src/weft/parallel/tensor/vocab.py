@@ -18,10 +18,12 @@ from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.mesh import Axis, axis_names
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.head_output import WholeVocabulary, check_within
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
+from weft.parallel.tensor.linear import ColumnParallelLinear
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
@@ -79,7 +81,7 @@ class VocabParallelEmbedding(MarkedLayer):
         Raises:
             IndexError: a token is outside the vocabulary (on a CPU; on a GPU a device assertion).
         """
-        _check_within(tokens, self.num_embeddings, "a token")
+        check_within(tokens, self.num_embeddings, "a token")
         num_local = self.weight.shape[0]
         local = tokens - self.lo
         is_local = (local >= 0) & (local < num_local)
@@ -100,6 +102,7 @@ class VocabParallelLoss(nn.Module):
     """
 
     supports = frozenset({"cross_entropy"})
+    takes_token_losses = True
 
     def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__()
@@ -116,31 +119,58 @@ class VocabParallelLoss(nn.Module):
             IndexError: a target that counts is outside the vocabulary (on a CPU; on a GPU a device
                 assertion).
         """
+        if logits.dim() == batch.targets.dim():
+            return logits.sum()  # losses_BS of a head that computes them, equal on every rank
         counted = torch.where(batch.targets == IGNORE, 0, batch.targets)
-        _check_within(counted, self.vocab, "a target")
+        check_within(counted, self.vocab, "a target")
         return vocab_cross_entropy(
             logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
         )
 
 
-def _check_within(entries: Tensor, vocab: int, what: str) -> None:
-    """Reject entries that no rank holds, which would count as zeros; torch's own embedding and loss
-    reject them, too.
+class VocabularyShard(WholeVocabulary):
+    """The entries of the vocabulary that this rank holds, for a head that computes losses chunk by
+    chunk: two all-reduces of one number a token in each chunk.
+
+    Args:
+        proj: the head's projection, of any rank's shard.
     """
-    if entries.is_meta:
-        return
-    is_within = ((entries >= 0) & (entries < vocab)).all()
-    message = f"{what} is outside the vocabulary of {vocab}"
-    if entries.is_cuda:
-        torch._assert_async(is_within, message)  # no wait for the device
-    elif not is_within:
-        raise IndexError(message)
+
+    def __init__(self, proj: ColumnParallelLinear) -> None:
+        region = proj.region
+        self.comm = region.comm
+        self.axis = region.axis
+        self.vocab = proj.out_features
+        self.degree = self.comm.degree(self.axis)
+        self.lo, _ = span(self.vocab, self.degree, self.comm.index(self.axis))
+
+    def most_entries(self, weight_VD: Tensor) -> int:
+        """Those of the first rank."""
+        return -(-self.vocab // self.degree)
+
+    def num_entries(self, weight_VD: Tensor) -> int:
+        """Entries of the whole vocabulary."""
+        return self.vocab
+
+    def operands(self, proj: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole x, where the region is entered, and this rank's rows of the weight."""
+        assert isinstance(proj, ColumnParallelLinear), "the vocabulary is sharded"
+        return proj.operands(x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each entry over all ranks."""
+        return self.comm.all_reduce(x, self.axis, op="max")
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of each entry over all ranks."""
+        return self.comm.all_reduce(x, self.axis)
 
 
 class VocabParallelPreferenceLoss(PreferenceLoss):
     """The loss of preference pairs where each rank holds the logits of its part of the vocabulary."""
 
     supports = frozenset({REQUIREMENT})
+    takes_token_losses = True
 
     def __init__(self, loss: PreferenceLoss, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__(loss.dpo)
@@ -151,6 +181,8 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits_BSV (this rank's part of V), targets_BS -> losses_BS, the same on every rank."""
+        if logits.dim() == targets.dim():
+            return logits
         return vocab_token_losses(logits, targets, lo=self.lo, comm=self.comm, axis=self.axis)
 
 

@@ -8,6 +8,8 @@ VocabParallelEmbedding       tp      tokens replicated              what `region
 VocabParallelLoss            tp      logits sharded in V            replicated                varying
 ExpertParallelDispatch       ep      tokens sharded                 as its tokens             varying
 ShardedBalance               tp      scores replicated              counts on the first rank  typed
+ChunkedLosses                any     tokens sharded, or weight      as its tokens; replicated nothing is typed
+                                     sharded in V                   along the axis of V
 PreferenceLoss               cp      columns: logits sharded        a share of the loss       typed
 
 Inside, tensors are "varying" along these axes, and typed as everywhere along the others.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
+from weft.models.common.head_output import ChunkedLosses, set_head_output
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.context.position_sum import ContextPositionSum
 from weft.parallel.cp import AXIS as CP
@@ -115,6 +119,10 @@ class DeclaredRegions:
             wrapper = self._wrapper(module)
             if wrapper is not None:
                 module.forward = functools.partial(wrapper, module, module.forward)
+            output = getattr(module, "head_output", None)
+            if isinstance(output, ChunkedLosses):
+                typed = _TypedLosses(output.vocabulary, output.is_ahead, self._chunked_losses)
+                set_head_output(module, typed)
             where = ".".join(part for part in (name, path) if part)
             module.register_forward_pre_hook(functools.partial(self._enter, where), prepend=True)
         reads_vocab = any(isinstance(each, VocabParallelEmbedding) for each in block.modules())
@@ -232,6 +240,8 @@ class DeclaredRegions:
     def _loss(
         self, module: Any, forward: Callable[..., Tensor], logits: Tensor, batch: Any
     ) -> Tensor:
+        if logits.dim() == batch.targets.dim():
+            return forward(logits, batch)  # losses of a head
         one = self._type(logits, TP)
         if one is not None:
             is_vocab = one.kind == "sharded" and is_sharded(one.dims[-1])
@@ -246,6 +256,54 @@ class DeclaredRegions:
         if result is not None and result.kind not in ("replicated", "untyped"):
             self.mode.report(TP, f"the vocabulary-parallel loss is {result.text}, not replicated")
         return self._restored(out, (TP,), {TP: replicated(tuple(out.shape))})
+
+    def _chunked_losses(
+        self,
+        forward: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+    ) -> Tensor:
+        mode = self.mode
+        out_types, x_types, weight_types = [], [], []
+        for axis, of_x, of_weight in zip(
+            mode.axes, mode.types_of(x), mode.types_of(weight), strict=True
+        ):
+            is_vocab = of_weight.kind == "sharded" and is_sharded(of_weight.dims[0])
+            problem = _problem_of_product(of_x, of_weight, is_vocab=is_vocab)
+            if problem:
+                mode.report(axis, f"losses of a head whose {problem}")
+            has_tokens = of_x.kind == "sharded"
+            out = of_dims(of_x.dims[:-1]) if has_tokens else replicated(tuple(targets.shape))
+            out_types.append(out)
+            x_types.append(PARTIAL if is_vocab else of_x)
+            weight_types.append(PARTIAL if has_tokens else of_weight)
+        free: Types = (VARYING,) * len(mode.axes)
+        inputs: list[Tensor | None] = []
+        for operand, gradient in ((x, x_types), (weight, weight_types), (bias, weight_types)):
+            if operand is None:
+                inputs.append(None)
+                continue
+            end = functools.partial(self._end_backward, tuple(gradient))
+            inputs.append(declared(operand, mode, lambda one: self._set(one, free), end))
+        with mode.paused():
+            raw = forward(*inputs, targets)
+        mode.set(raw, free)
+        types = tuple(out_types)
+        return declared(
+            raw,
+            mode,
+            lambda out: self._set(out, types),
+            lambda out: self._begin_losses_backward(out, free),
+        )
+
+    def _begin_losses_backward(self, out: Tensor, free: Types) -> None:
+        for axis, one in zip(self.mode.axes, self.mode.types_of(out), strict=True):
+            if one.kind in ("partial", "varying"):
+                self.mode.report(axis, f"the gradient of losses is {one.text}")
+        self._set(out, free)
+        self.mode.is_declared = True  # until the gradient of an operand is complete
 
     def _vocab_preference_loss(
         self, module: Any, forward: Callable[..., Tensor], logits: Tensor, batch: Any
@@ -346,6 +404,32 @@ class DeclaredRegions:
             self._set(out, free)
 
         return declared(x, self.mode, lambda out: self._set(out, given), declare_gradient)
+
+
+@dataclass(frozen=True)
+class _TypedLosses(ChunkedLosses):
+    """`ChunkedLosses` whose types are declared."""
+
+    declare: Callable[..., Tensor]
+
+    def losses(
+        self, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_BS: Tensor
+    ) -> Tensor:
+        return self.declare(super().losses, x_BSD, weight_VD, bias_V, targets_BS)
+
+
+def _problem_of_product(x: AxisType, weight: AxisType, *, is_vocab: bool) -> str:
+    """Why x W^T does not have the types of its tokens, or of W's rows; empty: it has."""
+    for name, one in (("input", x), ("weight", weight)):
+        if one.kind in ("partial", "varying"):
+            return f"{name} is {one.text}"
+    if is_vocab and x.kind == "sharded":
+        return f"weight is {weight.text} reads tokens {x.text}"
+    if x.kind == "sharded" and is_sharded(x.dims[-1]):
+        return "input is sharded in its features"
+    if weight.kind == "sharded" and not is_vocab:
+        return "weight is sharded in its features"
+    return ""
 
 
 def _positions_in(args: Sequence[Any]) -> Tensor | None:

@@ -130,6 +130,7 @@ class LiveStepCheck:
                 self.task.model,
                 device=self.comm.device,
                 compute=self.types.compute,
+                has_token_losses=self.step.model.plan.chunked_losses,
             )
         return self._chain
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.core.model_config import ModelConfig
 from weft.models import Family
+from weft.models.common.head_output import use_plain_losses
 from weft.models.common.init import named_parameters
 from weft.models.common.moe import MoE, Router
 from weft.parallel.model.ties import block_of, shared_parameters
@@ -46,12 +47,23 @@ class MetaChain:
 
     @staticmethod
     def of(
-        family: Family, config: ModelConfig, *, device: torch.device, compute: torch.dtype
+        family: Family,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+        has_token_losses: bool = False,
     ) -> MetaChain:
-        """The chain of a family; buffers are on the device of a rank."""
+        """The chain of a family; buffers are on the device of a rank.
+
+        Args:
+            has_token_losses: whether heads hand on the losses of targets, not logits.
+        """
         lazy = lazy_blocks(family, config)
         blocks = {name: lazy[name] for name in lazy}
         updated = prepare_plain(blocks, compute)
+        if has_token_losses:
+            use_plain_losses(blocks)
         place_buffers(blocks.values(), device=device, dtype=compute)
         ties = {**shared_parameters(blocks, {}), **family.ties(config)}
         owners: dict[str, dict[str, str]] = {name: {} for name in blocks}

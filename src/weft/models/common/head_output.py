@@ -1,0 +1,386 @@
+"""What a head hands to the loss: logits, or the losses of the targets, computed chunk by chunk of tokens.
+
+Note [Chunked losses]
+    Logits of 8,192 tokens and 128,256 entries are 4.2 GB in float32, and log-softmax and gradient
+    as much again. A chunk of tokens goes all the way instead:
+
+        x_CD ── W ── logits_CV ── softmax ── losses_C
+                                    │
+                                    └─ minus 1 at the target = gradient_CV ─┬─ W ── dx_CD
+                                                                            └─ x_CD ── + dW_VD
+
+    Where the loss is a sum over targets, the gradients above are formed in the forward, and the
+    backward only multiplies them by the gradient of the sum. Nothing is computed twice, but dW is
+    held from the forward to the backward: not where several micro-batches are in flight. There,
+    and where targets have weights of their own (preference pairs), the backward computes the
+    logits of each chunk again, from x and the log of the sum of exponentials.
+
+    dW is added up in float32 at least. Each chunk reads and writes it once, so chunks have at
+    least D / 4 tokens: then their logits are at most a quarter of dW, and the matrix products take
+    longer than the sums. `F.linear_cross_entropy` of torch 2.13 has no shards of the vocabulary and
+    no losses of targets without computing logits twice; older versions of torch do not have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft.models.common.batch import IGNORE, Batch
+
+CHUNK_BYTES = 2**26
+"""Logits of a chunk in float32, where D / 4 tokens are not more."""
+LEAST_CHUNKS = 3
+"""Also of few tokens, so that small models are computed by the same steps as large ones."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Seam: what a head hands to the loss, from its projection and the projection's input: logits."""
+
+    def __call__(self, proj: nn.Module, x_BSD: Tensor, batch: Batch) -> Tensor:
+        logits_BSV: Tensor = proj(x_BSD)
+        return logits_BSV
+
+
+LOGITS = HeadOutput()
+
+
+@dataclass(frozen=True)
+class PlainLosses(HeadOutput):
+    """Losses of the targets from whole logits: what `ChunkedLosses` must equal."""
+
+    def __call__(self, proj: nn.Module, x_BSD: Tensor, batch: Batch) -> Tensor:
+        """-> losses_BS, 0 where a target does not count; in float32 at least."""
+        return token_losses(proj(x_BSD), batch.targets)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """losses_BS: -log p of each target, 0 where it does not count; float32, or float64.
+
+    What has the shape of the targets already are such losses.
+    """
+    if logits.dim() == targets.dim():
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    return losses.view(targets.shape)
+
+
+class WholeVocabulary:
+    """All entries of the vocabulary are here; a tensor-parallel subclass holds some of them.
+
+    Attributes:
+        lo: the first entry that is here.
+    """
+
+    lo = 0
+
+    def most_entries(self, weight_VD: Tensor) -> int:
+        """Entries that any rank holds, equal on all of them."""
+        return len(weight_VD)
+
+    def num_entries(self, weight_VD: Tensor) -> int:
+        """Entries of the whole vocabulary."""
+        return len(weight_VD)
+
+    def operands(self, proj: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight of the product that the projection computes."""
+        weight: Tensor = proj.weight  # type: ignore[assignment]
+        return x, weight
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each entry over all ranks."""
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of each entry over all ranks."""
+        return x
+
+
+@dataclass(frozen=True)
+class ChunkedLosses(HeadOutput):
+    """Losses of the targets without whole logits; see Note [Chunked losses].
+
+    Attributes:
+        vocabulary: the entries that are here.
+        is_ahead: whether gradients are formed in the forward.
+    """
+
+    vocabulary: WholeVocabulary
+    is_ahead: bool
+
+    def __call__(self, proj: nn.Module, x_BSD: Tensor, batch: Batch) -> Tensor:
+        """-> losses_BS, 0 where a target does not count; in float32 at least.
+
+        Raises:
+            IndexError: a target that counts is outside the vocabulary (on a CPU; on a GPU a device
+                assertion).
+        """
+        x_BSD, weight = self.vocabulary.operands(proj, x_BSD)
+        bias: Tensor | None = proj.bias  # type: ignore[assignment]
+        return self.losses(x_BSD, weight, bias, batch.targets)
+
+    def losses(
+        self, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_BS: Tensor
+    ) -> Tensor:
+        """The losses of a product x W^T + b."""
+        counted = torch.where(targets_BS == IGNORE, 0, targets_BS)
+        check_within(counted, self.vocabulary.num_entries(weight_VD), "a target")
+        # in float16 only gradients that are scaled before they are rounded keep their small entries
+        is_ahead = self.is_ahead and torch.is_grad_enabled() and x_BSD.dtype != torch.float16
+        losses: Tensor = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
+            x_BSD, weight_VD, bias_V, targets_BS, self.vocabulary, is_ahead
+        )
+        return losses
+
+
+def check_within(entries: Tensor, vocab: int, what: str) -> None:
+    """Reject entries that no rank holds, which would count as zeros; torch's own embedding and loss
+    reject them, too.
+    """
+    if entries.is_meta:
+        return
+    is_within = ((entries >= 0) & (entries < vocab)).all()
+    message = f"{what} is outside the vocabulary of {vocab}"
+    if entries.is_cuda:
+        torch._assert_async(is_within, message)  # no wait for the device
+    elif not is_within:
+        raise IndexError(message)
+
+
+def chunk_length(num_tokens: int, *, vocab: int, dim: int) -> int:
+    """Tokens of a chunk; see Note [Chunked losses].
+
+    >>> chunk_length(8192, vocab=128_256, dim=4096)
+    1024
+    >>> chunk_length(16, vocab=256, dim=16)
+    6
+    """
+    of_bytes = CHUNK_BYTES // (4 * vocab)
+    most = -(-num_tokens // LEAST_CHUNKS)
+    return max(min(max(of_bytes, dim // 4), most), 1)
+
+
+@dataclass
+class _Gradients:
+    """The gradients of x, W and b, to which chunks are added in order.
+
+    Attributes:
+        needs: whether those of x, W and b are needed.
+        x: of each chunk.
+        weight, bias: sums over chunks, in float32 at least; None before the first one.
+    """
+
+    needs: tuple[bool, bool, bool]
+    x: list[Tensor] = field(default_factory=list)
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def add(self, x_CD: Tensor, logits_CV: Tensor, weight_VD: Tensor) -> None:
+        """Add those of a chunk, from the gradient of its logits."""
+        dtype = logits_CV.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        needs_x, needs_weight, needs_bias = self.needs
+        if needs_x:
+            dx_CD = logits_CV @ weight_VD.to(dtype)
+            self.x.append(dx_CD.to(x_CD.dtype))
+        if needs_weight and self.weight is not None and self.weight.dtype == dtype:
+            self.weight.addmm_(logits_CV.t(), x_CD.to(dtype))
+        elif needs_weight:
+            d_weight = logits_CV.t() @ x_CD.to(dtype)
+            self.weight = d_weight.to(wide) if self.weight is None else self.weight.add_(d_weight)
+        if needs_bias:
+            d_bias = logits_CV.sum(0, dtype=wide)
+            self.bias = d_bias if self.bias is None else self.bias.add_(d_bias)
+
+    def of(
+        self, x_BSD: Tensor, weight: Tensor, bias: Tensor | None, *, factor: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of x_BSD, W and b in their types, times a factor; the sums are used up."""
+        found: list[Tensor | None] = []
+        dx_BSD = torch.cat(self.x).view(x_BSD.shape) if self.x else None
+        self.x = []
+        for gradient, param in ((dx_BSD, x_BSD), (self.weight, weight), (self.bias, bias)):
+            if gradient is None or param is None:
+                found.append(None)
+                continue
+            if factor is not None:
+                gradient.mul_(factor)
+            found.append(gradient.to(param.dtype))
+        dx, d_weight, d_bias = found
+        return dx, d_weight, d_bias
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_BS: Tensor,
+        vocabulary: WholeVocabulary,
+        is_ahead: bool,
+    ) -> Tensor:
+        gradients: _Gradients | None = None
+        if is_ahead:
+            gradients = _Gradients(ctx.needs_input_grad[:3])
+        losses: list[Tensor] = []
+        log_totals: list[Tensor] = []
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, vocabulary):
+            loss_C, log_total_C = chunk.losses(vocabulary)
+            losses.append(loss_C)
+            log_totals.append(log_total_C)
+            if gradients is not None:
+                counts_C = (chunk.targets_C != IGNORE).to(loss_C.dtype)
+                gradients.add(chunk.x_CD, chunk.logit_gradient(log_total_C, counts_C), weight_VD)
+        ctx.save_for_backward(x_BSD, weight_VD, bias_V, targets_BS, torch.cat(log_totals))
+        ctx.vocabulary = vocabulary
+        ctx.gradients = gradients
+        return torch.cat(losses).view(targets_BS.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BS: Tensor) -> tuple[Tensor | None, ...]:
+        x_BSD, weight_VD, bias_V, targets_BS, log_totals_N = ctx.saved_tensors
+        gradients: _Gradients | None = ctx.gradients
+        ctx.gradients = None  # a second backward of the same graph computes them again
+        is_of_sum = not any(gradient_BS.stride())  # one number, expanded
+        if gradients is not None and is_of_sum:
+            factor = gradient_BS.flatten()[0]
+            return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), None, None, None
+        gradients = _Gradients(ctx.needs_input_grad[:3])
+        weights_N = gradient_BS.flatten() * (targets_BS.flatten() != IGNORE)
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.vocabulary):
+            logits_CV = chunk.logit_gradient(log_totals_N[chunk.rows], weights_N[chunk.rows])
+            gradients.add(chunk.x_CD, logits_CV, weight_VD)
+        return *gradients.of(x_BSD, weight_VD, bias_V), None, None, None
+
+
+class _TokenChunk:
+    """The logits of some tokens, as far as their entries are here.
+
+    Attributes:
+        logits_CV: until they are overwritten by their gradient.
+        softmax_CV: over the entries that are here; float32, or float64.
+        log_total_C: log of the sum of exponentials of the logits that are here.
+        places_C1: places of the targets among the entries that are here, 0 for others.
+        is_here_C: which targets are among them.
+    """
+
+    def __init__(
+        self, rows: slice, x_CD: Tensor, logits_CV: Tensor, targets_C: Tensor, *, lo: int
+    ) -> None:
+        self.rows = rows
+        self.x_CD = x_CD
+        self.logits_CV = logits_CV
+        self.targets_C = targets_C
+        self.dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+        self.softmax_CV = logits_CV.softmax(-1, dtype=self.dtype)
+        # the largest probability is 1 / V at least: its log is exact where that of others is not
+        largest_C = logits_CV.amax(-1).to(self.dtype)
+        self.log_total_C = largest_C - self.softmax_CV.amax(-1).log()
+        places_C = targets_C - lo
+        self.is_here_C = (places_C >= 0) & (places_C < logits_CV.shape[-1])
+        self.is_here_C = self.is_here_C & (targets_C != IGNORE)
+        self.places_C1 = torch.where(self.is_here_C, places_C, 0).unsqueeze(-1)
+
+    def losses(self, vocabulary: WholeVocabulary) -> tuple[Tensor, Tensor]:
+        """losses_C, 0 where a target does not count, and log_total_C over all entries."""
+        of_targets_C = self.logits_CV.gather(-1, self.places_C1).squeeze(-1).to(self.dtype)
+        of_targets_C = torch.where(self.is_here_C, of_targets_C, 0.0)
+        largest_C = vocabulary.largest(self.log_total_C)
+        shares_C = (self.log_total_C - largest_C).exp()
+        totals_C, of_targets_C = vocabulary.total(torch.stack((shares_C, of_targets_C))).unbind(0)
+        log_total_C = largest_C + totals_C.log()
+        counts_C = self.targets_C != IGNORE
+        return torch.where(counts_C, log_total_C - of_targets_C, 0.0), log_total_C
+
+    def logit_gradient(self, log_total_C: Tensor, weights_C: Tensor) -> Tensor:
+        """weights (softmax over all entries - 1 at the target) -> the gradient of logits_CV, whose
+        memory it takes.
+        """
+        factors_C = weights_C * (self.log_total_C - log_total_C).exp()
+        factors_C1 = factors_C.unsqueeze(-1)
+        of_targets_C1 = self.softmax_CV.gather(-1, self.places_C1) * factors_C1
+        ones_C1 = torch.where(self.is_here_C, weights_C, 0.0).unsqueeze(-1)
+        gradient_CV = torch.mul(self.softmax_CV, factors_C1, out=self.logits_CV)
+        return gradient_CV.scatter_(-1, self.places_C1, (of_targets_C1 - ones_C1).to(gradient_CV))
+
+
+def _chunks(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_BS: Tensor,
+    vocabulary: WholeVocabulary,
+) -> Iterator[_TokenChunk]:
+    """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
+    x_ND = x_BSD.flatten(0, -2)
+    targets_N = targets_BS.flatten()
+    num_tokens, dim = x_ND.shape
+    length = chunk_length(num_tokens, vocab=vocabulary.most_entries(weight_VD), dim=dim)
+    for start in range(0, num_tokens, length):
+        rows = slice(start, min(start + length, num_tokens))
+        x_CD = x_ND[rows]
+        logits_CV = F.linear(x_CD, weight_VD, bias_V)
+        yield _TokenChunk(rows, x_CD, logits_CV, targets_N[rows], lo=vocabulary.lo)
+
+
+def takes_token_losses(loss: nn.Module) -> bool:
+    """Whether a loss takes losses_BS in place of logits_BSV: the class itself says so, since a
+    subclass may compute another loss.
+    """
+    return bool(vars(type(loss)).get("takes_token_losses", False))
+
+
+def heads_with_losses(
+    blocks: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Block name, module with a `head_output`, and the loss that takes its losses: a module of its
+    own, or the next block. A projection with an adapter, or of a subclass, is no plain product.
+    """
+    names = [*blocks, ""]
+    for name, following in itertools.pairwise(names):
+        for module in heads_of(blocks[name]):
+            own: nn.Module | None = getattr(module, "loss", None)
+            loss = own if own is not None or not following else blocks[following]
+            if loss is None or not takes_token_losses(loss):
+                continue
+            if _is_product(module.proj):  # type: ignore[arg-type]
+                yield name, module, loss
+
+
+def heads_of(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block that have a `head_output`."""
+    for module in block.modules():
+        if isinstance(getattr(module, "head_output", None), HeadOutput):
+            yield module
+
+
+def set_head_output(head: nn.Module, output: HeadOutput) -> None:
+    """Have a head hand on something else."""
+    vars(head)["head_output"] = output
+
+
+def _is_product(proj: nn.Module) -> bool:
+    is_subclass = isinstance(proj, nn.Linear) and type(proj) is not nn.Linear
+    return not is_subclass and getattr(proj, "lora_a", None) is None
+
+
+def use_plain_losses(blocks: Mapping[str, nn.Module]) -> None:
+    """Have heads hand on the losses of the targets, from whole logits: the shapes of
+    `ChunkedLosses`.
+    """
+    for _, head, _ in heads_with_losses(blocks):
+        set_head_output(head, PlainLosses())
