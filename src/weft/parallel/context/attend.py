@@ -12,7 +12,8 @@ from weft.core.dimension import pipeline_axis
 from weft.core.sequence import Context, SequenceBlocks
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
+from weft.models.common.attention import AttentionImplementation, set_implementations
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, whole_documents_of
