@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.core.attention_choice import AttentionDevice, choose_kernel
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.core.query_blocks import row_blocks
-from weft.models.common.attention_kernels import attention_device
+from weft.models.common.attention_kernels import attention_device, pad_head
 from weft.models.common.attention_spec import AttentionSpec, attention_call, visible_keys
 from weft.models.common.batch import Batch
 from weft.models.common.block_attention import SequenceAttention
@@ -105,9 +105,7 @@ def _by_torch(
     ):  # fused kernels take one head size; without one, S x S scores are in memory
         scale = spec.scale_of(q_BSHK)
         size = max(width, head_size)
-        q_BSHK, k_BSGK, v_BSGW = (
-            F.pad(x, (0, size - x.shape[-1])) for x in (q_BSHK, k_BSGK, v_BSGW)
-        )
+        q_BSHK, k_BSGK, v_BSGW = (pad_head(x, size) for x in (q_BSHK, k_BSGK, v_BSGW))
     columns = range(q_BSHK.shape[1])
     out_BHSW = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),

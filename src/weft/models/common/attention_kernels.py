@@ -94,7 +94,7 @@ class Block(NamedTuple):
 
     def padded(self, size: int) -> Block:
         """With zeros behind each head, up to a head size: they change no score."""
-        return Block(_pad(self.q, size), _pad(self.k, size), _pad(self.v, size))
+        return Block(pad_head(self.q, size), pad_head(self.k, size), pad_head(self.v, size))
 
 
 class BlockOutput(NamedTuple):
@@ -149,7 +149,7 @@ def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     """The block's part of the gradients, from the output over all blocks."""
     kernel = _choose_kernel(block, scores)
     size = _padded_head_size(kernel, block)
-    padded_output = BlockOutput(_pad(output.grad, size), _pad(output.out, size), output.lse)
+    padded_output = BlockOutput(pad_head(output.grad, size), pad_head(output.out, size), output.lse)
     padded = kernel.backward(block.padded(size), padded_output, scores)
     return BlockGradients(
         _unpad(padded.q, block.q),
@@ -213,7 +213,8 @@ def _padded_head_size(kernel: Kernel, block: Block) -> int:
     return num_units * unit
 
 
-def _pad(x: Tensor, size: int) -> Tensor:
+def pad_head(x: Tensor, size: int) -> Tensor:
+    """Zeros behind each head, up to a head size."""
     missing = size - x.shape[-1]
     if not missing:
         return x

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.attention_mask import AttentionMask
-from weft.models.common.attention_kernels import CUDA_FLASH, varlen_with_windows
+from weft.models.common.attention_kernels import CUDA_FLASH, pad_head, varlen_with_windows
 from weft.models.common.attention_spec import AttentionSpec
 
 
@@ -34,7 +33,7 @@ def varlen_attention(
     width = v_BSGW.shape[-1]
     unit = CUDA_FLASH.head_unit
     size = -(-max(q_BSHK.shape[-1], width) // unit) * unit
-    q, k, v = (F.pad(x, (0, size - x.shape[-1])).flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGW))
+    q, k, v = (pad_head(x, size).flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGW))
     borders, longest = documents
     out: Tensor = varlen_attn(
         q,
