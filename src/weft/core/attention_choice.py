@@ -206,7 +206,7 @@ def _what_is_required(call: AttentionCall, device: AttentionDevice) -> str:
 
 
 def _missing_for_varlen(call: AttentionCall, device: AttentionDevice) -> str | None:
-    """Why `varlen_attn` does not compute it; "" on CPUs, where nobody asks; None: it does."""
+    """Why `varlen_attn` does not compute it; "" on CPUs, which have no such kernel; None: it does."""
     if device.kind == "cpu":
         return ""
     if call.dtype not in SIXTEEN_BITS:

@@ -74,10 +74,8 @@ class FusedAttention:
         kernel = choose_kernel(call, device).kernel
         if kernel == "plain" and call.features:
             return _all_scores(q_BSHK, k_BSGK, v_BSGW, spec, documents)
-        if kernel not in ("blocks", "varlen"):
-            repeats_heads = kernel == "efficient" and call.heads > call.key_heads
-            if repeats_heads:
-                k_BSGK, v_BSGW = (_per_query_head(x, call.heads) for x in (k_BSGK, v_BSGW))
+        repeats_heads = kernel == "efficient" and call.heads > call.key_heads
+        if kernel not in ("blocks", "varlen") and not repeats_heads:
             allowed = None
             if not call.is_dense:
                 allowed = _allowed_keys(spec.mask, q_BSHK.transpose(1, 2), documents)
@@ -89,7 +87,8 @@ class FusedAttention:
             borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
             lengths = DocumentLengths(borders, longest or call.length)
             return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
-        attention = SequenceAttention(spec, row_blocks(call, device, runs), documents)
+        blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
+        attention = SequenceAttention(spec, blocks, documents, device)
         return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
@@ -133,13 +132,6 @@ def _all_scores(
         distance=columns_S[:, None] - columns_S,
     )
     return out_BHSW.transpose(1, 2)
-
-
-def _per_query_head(x_BSGK: Tensor, heads: int) -> Tensor:
-    """Keys or values with one head for each head of queries: the memory-efficient kernel takes no
-    fewer.
-    """
-    return x_BSGK.repeat_interleave(heads // x_BSGK.shape[2], dim=2)
 
 
 def _borders_of_sequences(q_BSHK: Tensor) -> Tensor:

@@ -23,7 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.attention_choice import AttentionDevice, KernelName, choose_block_kernel
+from weft.core.attention_choice import (
+    FLASH_CAPABILITY,
+    AttentionDevice,
+    KernelName,
+    choose_block_kernel,
+)
 from weft.models.common.dropout import has_no_memory
 
 aten: Any = torch.ops.aten
@@ -127,13 +132,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, device: AttentionDevice | None = None
+) -> tuple[Tensor, Tensor]:
     """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
 
     A query that attends to no key has output 0 and lse -inf.
+
+    Args:
+        device: whose kernel has its shapes and memory computed, on the meta device.
     """
     block = Block(q, k, v)
-    kernel = _choose_kernel(block, scores)
+    kernel = _choose_kernel(block, scores, device)
     size = _padded_head_size(kernel, block)
     padded_out, lse = kernel.forward(block.padded(size), scores)
     out = _unpad(padded_out, v)
@@ -145,9 +155,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
     return out, lse
 
 
-def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def attend_backward(
+    block: Block, output: BlockOutput, scores: Scores, *, device: AttentionDevice | None = None
+) -> BlockGradients:
     """The block's part of the gradients, from the output over all blocks."""
-    kernel = _choose_kernel(block, scores)
+    kernel = _choose_kernel(block, scores, device)
     size = _padded_head_size(kernel, block)
     padded_output = BlockOutput(pad_head(output.grad, size), pad_head(output.out, size), output.lse)
     padded = kernel.backward(block.padded(size), padded_output, scores)
@@ -160,9 +172,13 @@ def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
 
 
 def attention_device(x: Tensor) -> AttentionDevice:
-    """The device of a tensor, and what torch offers on it; the meta device stands for a CPU."""
-    if not x.is_cuda or has_no_memory(x):
+    """The device of a tensor, and what torch offers on it; the meta device stands for a CPU, a
+    tensor without values for one of a GPU of any kind.
+    """
+    if not x.is_cuda:
         return AttentionDevice("cpu")
+    if has_no_memory(x):
+        return AttentionDevice("cuda", FLASH_CAPABILITY)
     found = _gpu(x.device)
     if found.has_cudnn and torch.are_deterministic_algorithms_enabled():
         return replace(found, has_cudnn=False)  # its backward adds in any order
@@ -193,15 +209,17 @@ def varlen_with_windows() -> Callable[..., Any] | None:
     return varlen_attn if {"window_size", "enable_gqa"} <= set(parameters) else None
 
 
-def _choose_kernel(block: Block, scores: Scores) -> Kernel:
+def _choose_kernel(block: Block, scores: Scores, planned: AttentionDevice | None) -> Kernel:
+    own = attention_device(block.q)
+    device = planned if planned is not None and block.q.is_meta else own
     name = choose_block_kernel(
         str(block.q.dtype).removeprefix("torch."),
         block.head_size,
-        attention_device(block.q),
+        device,
         has_mask=scores.mask is not None,
         needs_scores=scores.change_weights,
     )
-    if name == "flash" and not block.q.is_cuda:
+    if name == "flash" and device.kind == "cpu":
         return CPU
     return CUDA_KERNELS[name]
 

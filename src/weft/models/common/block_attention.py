@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.core.attention_choice import AttentionDevice
 from weft.core.query_blocks import RowBlock, have_disjoint_keys
 from weft.models.common import attention_kernels as kernels
 from weft.models.common.attention_kernels import Scores, wide_dtype
@@ -32,11 +33,13 @@ class SequenceAttention:
     Attributes:
         blocks: in which each query stands once, see core/query_blocks.py.
         documents: documents_BS; read where the documents of a sequence are mixed.
+        device: whose kernels stand for those of the meta device.
     """
 
     spec: AttentionSpec
     blocks: tuple[RowBlock, ...]
     documents: Tensor | None = None
+    device: AttentionDevice | None = None
 
     def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor) -> Tensor:
         """out_BSHW; differentiable once."""
@@ -92,7 +95,9 @@ class _SequenceAttentionFunction(torch.autograd.Function):
         lse_BHS = q_BSHK.new_empty(rows, heads, length, dtype=wide_dtype(q_BSHK.dtype))
         for block in attention.blocks:
             q, k, v = _block_inputs(block, q_BSHK, k_BSGK, v_BSGW)
-            out, lse = kernels.attend(q, k, v, attention.scores(block, q_BSHK))
+            out, lse = kernels.attend(
+                q, k, v, attention.scores(block, q_BSHK), device=attention.device
+            )
             if sinks is not None:
                 out, lse = with_sinks(out.to(lse.dtype), lse, sinks)
             out_BSHW[block.rows, block.queries] = out.transpose(1, 2)
@@ -117,7 +122,8 @@ class _SequenceAttentionFunction(torch.autograd.Function):
                 out_BSHW[block.rows, block.queries].transpose(1, 2),
                 lse_BHS[block.rows, :, block.queries],
             )
-            found = kernels.attend_backward(inputs, output, attention.scores(block, q_BSHK))
+            scores = attention.scores(block, q_BSHK)
+            found = kernels.attend_backward(inputs, output, scores, device=attention.device)
             dq[block.rows, block.queries] = found.q.transpose(1, 2)
             sums.add(block, found)
             if found.head_bias is not None:

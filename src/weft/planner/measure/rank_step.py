@@ -20,9 +20,11 @@ from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.layout.utilization import ALL_TRAINED, AdapterFlops
+from weft.models.common.attention import FusedAttention
 from weft.models.common.batch import Batch, example_of, token_example
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
+from weft.parallel.context.ulysses import UlyssesAttention
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.dropout_blocks import block_as_written
@@ -156,6 +158,8 @@ def measure_rank(
     transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
     comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
+    for attention in _attentions(step):
+        attention.device = run.attention_device
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
@@ -165,6 +169,17 @@ def measure_rank(
     batches = [batch] * played.microbatches
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
     return replace(recorded, adapted=run.adapted)
+
+
+def _attentions(step: TrainStep) -> Iterator[FusedAttention]:
+    """Attention over whole sequences, whose kernels depend on the device."""
+    for block in step.model.blocks.values():
+        for module in block.modules():
+            attention = getattr(module, "implementation", None)
+            if isinstance(attention, UlyssesAttention):
+                yield attention.inner
+            elif isinstance(attention, FusedAttention):
+                yield attention
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
