@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_choice import AttentionDevice, choose_kernel
+from weft.core.attention_choice import AttentionDevice, KernelChoice, choose_kernel
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.core.query_blocks import row_blocks
 from weft.models.common.attention_kernels import attention_device, pad_head
@@ -56,6 +56,7 @@ class FusedAttention:
 
     Attributes:
         device: that the choice is made for; None: that of q. Predictions on the meta device set it.
+        choice: of the last call.
     """
 
     name = "fused"
@@ -64,6 +65,7 @@ class FusedAttention:
 
     def __init__(self, device: AttentionDevice | None = None) -> None:
         self.device = device
+        self.choice: KernelChoice | None = None
 
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
@@ -71,7 +73,8 @@ class FusedAttention:
         documents = batch.documents if spec.mask.documents else None
         call = attention_call(q_BSHK, k_BSGK, v_BSGW, spec, has_documents=documents is not None)
         device = self.device or attention_device(q_BSHK)
-        kernel = choose_kernel(call, device).kernel
+        self.choice = choose_kernel(call, device)
+        kernel = self.choice.kernel
         if kernel == "plain" and call.features:
             return _all_scores(q_BSHK, k_BSGK, v_BSGW, spec, documents)
         repeats_heads = kernel == "efficient" and call.heads > call.key_heads

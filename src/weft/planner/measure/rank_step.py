@@ -99,6 +99,7 @@ class RankStep:
             the recorded step; 0 without sites.
         checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
         adapted: FLOPs of frozen weights and adapters.
+        attention: kernels of attention over whole sequences, and why they are chosen.
     """
 
     plan: Plan
@@ -114,6 +115,7 @@ class RankStep:
     outer_bytes: int = 0
     checkpoint_bytes: float = 0.0
     adapted: AdapterFlops = ALL_TRAINED
+    attention: tuple[str, ...] = ()
 
 
 def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
@@ -158,7 +160,8 @@ def measure_rank(
     transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
     comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
-    for attention in _attentions(step):
+    attentions = tuple(_attentions(step))
+    for attention in attentions:
         attention.device = run.attention_device
     for dispatch in dispatches(step):
         dispatch.meta_load = load
@@ -168,7 +171,8 @@ def measure_rank(
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
-    return replace(recorded, adapted=run.adapted)
+    choices = dict.fromkeys(str(attention.choice) for attention in attentions if attention.choice)
+    return replace(recorded, adapted=run.adapted, attention=tuple(choices))
 
 
 def _attentions(step: TrainStep) -> Iterator[FusedAttention]:
