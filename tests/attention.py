@@ -8,7 +8,7 @@ import pytest
 
 from weft.comm.comm import Comm
 from weft.core import attention_choice
-from weft.core.attention_choice import choose_kernel
+from weft.core.attention_choice import AttentionLimits, choose_kernel
 from weft.core.query_blocks import row_blocks
 from weft.core.sequence import Context
 from weft.models.common import attention, dropout_mode
@@ -25,14 +25,8 @@ def attend_across(variant: Context, comm: Comm, **requirements: Any) -> Attend:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, *, queries: int) -> None:
     """Attention of any size is computed in blocks of this number of queries until the test ends."""
-    for name, value in (
-        ("SMALL_SCORE_BYTES", {"cpu": 0, "cuda": 0}),
-        ("SHORTEST_RUN", {"cpu": queries, "cuda": queries}),
-        ("MOST_MASKED_PAIRS", 0),
-        ("MOST_SCORES", {"cpu": 0, "cuda": 0}),
-        ("LEAST_QUERIES", queries),
-    ):
-        monkeypatch.setattr(attention_choice, name, value)
+    limits = AttentionLimits(0, queries, most_scores=0, least_queries=queries, most_masked_pairs=0)
+    monkeypatch.setattr(attention_choice, "LIMITS", {"cpu": limits, "cuda": limits})
     for module in (attention, dropout_mode):
         monkeypatch.setattr(module, "row_blocks", row_blocks.__wrapped__)
     monkeypatch.setattr(attention, "choose_kernel", choose_kernel.__wrapped__)

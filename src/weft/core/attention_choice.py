@@ -29,22 +29,36 @@ KernelName = Literal["flash", "cudnn", "efficient", "varlen", "blocks", "masked"
 
 DeviceKind = Literal["cpu", "cuda"]
 
-SMALL_SCORE_BYTES: Mapping[DeviceKind, int] = {"cpu": 2**20, "cuda": 2**24}
-"""Scores of one sequence up to this size are computed at once where a mask or a feature is required:
-faster than block by block, whose launches take longer. Measured on CPUs, assumed on GPUs.
+
+@dataclass(frozen=True)
+class AttentionLimits:
+    """Sizes from which on attention is computed in smaller parts.
+
+    Attributes:
+        small_score_bytes: scores of one sequence up to this size are computed at once where a mask
+            or a feature is required: faster than block by block, whose launches take longer.
+        shortest_run: queries of a block at least where a mask divides it: kernels of fewer are slow.
+        most_scores: that exist at a time where no fused kernel computes them.
+        least_queries: of which scores exist at a time: products of fewer are slow.
+        most_masked_pairs: entries of the mask of one block.
+    """
+
+    small_score_bytes: int
+    shortest_run: int
+    most_scores: int
+    least_queries: int = 32
+    most_masked_pairs: int = 2**22
+
+
+LIMITS: Mapping[DeviceKind, AttentionLimits] = {
+    "cpu": AttentionLimits(2**20, 64, 2**19),
+    "cuda": AttentionLimits(2**24, 512, 2**24),
+}
+"""Those of CPUs are measured, and keep scores in the cache; those of GPUs are assumed, and their
+scores take 64 MB in float32.
 """
 MOST_SCORE_BYTES = 2**26
 """More scores than these never exist at a time."""
-MOST_SCORES: Mapping[DeviceKind, int] = {"cpu": 2**19, "cuda": 2**24}
-"""Scores that exist at a time where no fused kernel computes them: those of a CPU stay in its cache,
-those of a GPU take 64 MB in float32.
-"""
-LEAST_QUERIES = 32
-"""Of which scores exist at a time: products of fewer are slow."""
-MOST_MASKED_PAIRS = 2**22
-"""Entries of the mask of one block."""
-SHORTEST_RUN: Mapping[DeviceKind, int] = {"cpu": 64, "cuda": 512}
-"""Queries of a block at least where a mask divides it: kernels of fewer are slow."""
 WINDOW_RUNS = 4
 """A window is this many runs of queries: half a run of keys is computed in vain for each query."""
 
@@ -62,12 +76,19 @@ class AttentionDevice:
         capability: of a GPU, as CUDA counts it.
         has_varlen: torch has `varlen_attn` with windows.
         has_cudnn: cuDNN's attention may be called.
+        own_limits: in place of those of its kind.
     """
 
     kind: DeviceKind
     capability: tuple[int, int] = (0, 0)
     has_varlen: bool = False
     has_cudnn: bool = False
+    own_limits: AttentionLimits | None = None
+
+    @property
+    def limits(self) -> AttentionLimits:
+        """Its sizes of parts."""
+        return self.own_limits or LIMITS[self.kind]
 
     @property
     def has_flash(self) -> bool:
@@ -149,7 +170,7 @@ def choose_kernel(call: AttentionCall, device: AttentionDevice) -> KernelChoice:
     reason = _what_is_required(call, device)
     of_sequence = call.score_bytes // call.rows
     is_small = (
-        of_sequence <= SMALL_SCORE_BYTES[device.kind] and call.score_bytes <= MOST_SCORE_BYTES
+        of_sequence <= device.limits.small_score_bytes and call.score_bytes <= MOST_SCORE_BYTES
     )
     if is_small and "dropout" not in call.features:
         kernel: KernelName = "plain" if call.features or call.is_dense else "masked"
@@ -236,7 +257,7 @@ def queries_at_a_time(
     if is_mixed or not is_whole:
         most = masked_queries(num_keys, device)
         if mask.window is not None:
-            most = min(most, max(mask.window // WINDOW_RUNS, SHORTEST_RUN[device.kind]))
+            most = min(most, max(mask.window // WINDOW_RUNS, device.limits.shortest_run))
     if call.needs_scores or device.lacks_fused(call.dtype):
         most = min(most, scored_queries(rows * call.heads * num_keys, device))
     return most
@@ -244,9 +265,9 @@ def queries_at_a_time(
 
 def masked_queries(num_keys: int, device: AttentionDevice) -> int:
     """Queries of a block at a time that a mask divides."""
-    return max(SHORTEST_RUN[device.kind], MOST_MASKED_PAIRS // num_keys)
+    return max(device.limits.shortest_run, device.limits.most_masked_pairs // num_keys)
 
 
 def scored_queries(scores_a_query: int, device: AttentionDevice) -> int:
     """Queries at a time whose scores are in memory."""
-    return max(LEAST_QUERIES, MOST_SCORES[device.kind] // scores_a_query)
+    return max(device.limits.least_queries, device.limits.most_scores // scores_a_query)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_choice import LEAST_QUERIES, MOST_SCORE_BYTES
+from weft.core.attention_choice import MOST_SCORE_BYTES
 from weft.core.attention_mask import AttentionMask, Feature
 from weft.models.common.attention import (
     Attend,
@@ -200,7 +200,7 @@ class CachedAttention:
         values_BGTW = values_BGTW[:, :, first_cell:]
         rows, num_new, heads, _ = q_BSHK.shape
         scores_a_query = rows * heads * keys_BGTK.shape[2]
-        most = max(LEAST_QUERIES, MOST_SCORE_BYTES // (4 * scores_a_query))
+        most = max(1, MOST_SCORE_BYTES // (4 * scores_a_query))
         if num_new <= most:
             return self._read(q_BSHK, keys_BGTK, values_BGTW, batch, spec)
         assert batch.cells is not None, "made by decode_batch"

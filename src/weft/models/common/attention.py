@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_choice import AttentionDevice, KernelChoice, choose_kernel
+from weft.core.attention_choice import AttentionDevice, AttentionLimits, KernelChoice, choose_kernel
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.core.query_blocks import row_blocks
 from weft.models.common.attention_kernels import attention_device, pad_head
@@ -56,6 +56,7 @@ class FusedAttention:
 
     Attributes:
         device: that the choice is made for; None: that of q. Predictions on the meta device set it.
+        limits: sizes of its parts in place of those of the device.
         choice: of the last call.
     """
 
@@ -65,6 +66,7 @@ class FusedAttention:
 
     def __init__(self, device: AttentionDevice | None = None) -> None:
         self.device = device
+        self.limits: AttentionLimits | None = None
         self.choice: KernelChoice | None = None
 
     def __call__(
@@ -73,6 +75,8 @@ class FusedAttention:
         documents = batch.documents if spec.mask.documents else None
         call = attention_call(q_BSHK, k_BSGK, v_BSGW, spec, has_documents=documents is not None)
         device = self.device or attention_device(q_BSHK)
+        if self.limits is not None:
+            device = replace(device, own_limits=self.limits)
         self.choice = choose_kernel(call, device)
         kernel = self.choice.kernel
         if kernel == "plain" and call.features:

@@ -20,11 +20,10 @@ from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.layout.utilization import ALL_TRAINED, AdapterFlops
-from weft.models.common.attention import FusedAttention
 from weft.models.common.batch import Batch, example_of, token_example
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
-from weft.parallel.context.ulysses import UlyssesAttention
+from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.dropout_blocks import block_as_written
@@ -160,7 +159,7 @@ def measure_rank(
     transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
     comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
-    attentions = tuple(_attentions(step))
+    attentions = tuple(whole_sequence_attentions(step.model.blocks.values()))
     for attention in attentions:
         attention.device = run.attention_device
     for dispatch in dispatches(step):
@@ -173,17 +172,6 @@ def measure_rank(
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
     choices = dict.fromkeys(str(attention.choice) for attention in attentions if attention.choice)
     return replace(recorded, adapted=run.adapted, attention=tuple(choices))
-
-
-def _attentions(step: TrainStep) -> Iterator[FusedAttention]:
-    """Attention over whole sequences, whose kernels depend on the device."""
-    for block in step.model.blocks.values():
-        for module in block.modules():
-            attention = getattr(module, "implementation", None)
-            if isinstance(attention, UlyssesAttention):
-                yield attention.inner
-            elif isinstance(attention, FusedAttention):
-                yield attention
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
