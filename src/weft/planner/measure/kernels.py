@@ -189,9 +189,14 @@ def _attention_sizes(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return batch * heads, num_queries, num_keys, head_size
 
 
+def _is_set(args: Sequence[Any], place: int) -> bool:
+    """Whether an argument is True; arguments at the end that are their defaults are left out."""
+    return len(args) > place and bool(args[place])
+
+
 def _cpu_flash(args: Sequence[Any]) -> int:
     q, k, v = args[:3]
-    causal = bool(args[4]) if len(args) > 4 else False
+    causal = _is_set(args, 4)
     return _attention_flops(q, k, v, causal=causal, products=2)
 
 
@@ -203,18 +208,18 @@ def _cpu_flash_backward(args: Sequence[Any]) -> int:
 
 def _flash(args: Sequence[Any]) -> int:
     q, k, v = args[:3]
-    return _attention_flops(q, k, v, causal=bool(args[4]), products=2)
+    return _attention_flops(q, k, v, causal=_is_set(args, 4), products=2)
 
 
 def _efficient(args: Sequence[Any]) -> int:
     q, k, v = args[:3]
-    return _attention_flops(q, k, v, causal=bool(args[6]), products=2)
+    return _attention_flops(q, k, v, causal=_is_set(args, 6), products=2)
 
 
 def _gpu_backward(args: Sequence[Any]) -> int:
     """Of flash attention and of the memory-efficient kernel."""
     q, k, v = args[1:4]
-    return _attention_flops(q, k, v, causal=bool(args[11]), products=5)
+    return _attention_flops(q, k, v, causal=_is_set(args, 11), products=5)
 
 
 ATTENTION_FLOPS: dict[Any, Callable[[Sequence[Any]], int]] = {
