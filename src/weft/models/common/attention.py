@@ -57,7 +57,7 @@ class FusedAttention:
     Attributes:
         device: that the choice is made for; None: that of q. Predictions on the meta device set it.
         limits: sizes of its parts in place of those of the device.
-        choice: of the last call.
+        on_choice: called with the kernel of each call.
     """
 
     name = "fused"
@@ -67,7 +67,7 @@ class FusedAttention:
     def __init__(self, device: AttentionDevice | None = None) -> None:
         self.device = device
         self.limits: AttentionLimits | None = None
-        self.choice: KernelChoice | None = None
+        self.on_choice: Callable[[KernelChoice], object] | None = None
 
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
@@ -77,8 +77,10 @@ class FusedAttention:
         device = self.device or attention_device(q_BSHK)
         if self.limits is not None:
             device = replace(device, own_limits=self.limits)
-        self.choice = choose_kernel(call, device)
-        kernel = self.choice.kernel
+        choice = choose_kernel(call, device)
+        if self.on_choice is not None:
+            self.on_choice(choice)
+        kernel = choice.kernel
         if kernel == "plain" and call.features:
             return _all_scores(q_BSHK, k_BSGK, v_BSGW, spec, documents)
         repeats_heads = kernel == "efficient" and call.heads > call.key_heads

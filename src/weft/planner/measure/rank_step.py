@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import SharedMetaTransport
+from weft.core.attention_choice import KernelChoice
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
@@ -159,9 +160,10 @@ def measure_rank(
     transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
     comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
-    attentions = tuple(whole_sequence_attentions(step.model.blocks.values()))
-    for attention in attentions:
+    kernels: dict[KernelChoice, None] = {}
+    for attention in whole_sequence_attentions(step.model.blocks.values()):
         attention.device = run.attention_device
+        attention.on_choice = kernels.setdefault
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
@@ -170,8 +172,7 @@ def measure_rank(
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
-    choices = dict.fromkeys(str(attention.choice) for attention in attentions if attention.choice)
-    return replace(recorded, adapted=run.adapted, attention=tuple(choices))
+    return replace(recorded, adapted=run.adapted, attention=tuple(map(str, kernels)))
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
