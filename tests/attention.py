@@ -8,7 +8,7 @@ import pytest
 
 from weft.comm.comm import Comm
 from weft.core import attention_choice
-from weft.core.attention_choice import AttentionLimits, choose_kernel
+from weft.core.attention_choice import AttentionLimits
 from weft.core.query_blocks import row_blocks
 from weft.core.sequence import Context
 from weft.models.common import attention, dropout_mode
@@ -29,4 +29,3 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, *, queries: int) -> None:
     monkeypatch.setattr(attention_choice, "LIMITS", {"cpu": limits, "cuda": limits})
     for module in (attention, dropout_mode):
         monkeypatch.setattr(module, "row_blocks", row_blocks.__wrapped__)
-    monkeypatch.setattr(attention, "choose_kernel", choose_kernel.__wrapped__)

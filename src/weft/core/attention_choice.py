@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from weft.core.attention_mask import AttentionMask, Feature
@@ -153,7 +152,6 @@ class KernelChoice:
         return f"{self.kernel} ({self.why})"
 
 
-@lru_cache(maxsize=256)
 def choose_kernel(call: AttentionCall, device: AttentionDevice) -> KernelChoice:
     """The kernel of attention over whole sequences; see Note [Kernels of attention].
 

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_choice import AttentionDevice, AttentionLimits, KernelChoice, choose_kernel
+from weft.core.attention_choice import (
+    AttentionCall,
+    AttentionDevice,
+    AttentionLimits,
+    KernelChoice,
+    KernelName,
+    choose_kernel,
+)
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.core.query_blocks import row_blocks
 from weft.models.common.attention_kernels import attention_device, pad_head
@@ -89,16 +96,42 @@ class FusedAttention:
             if not call.is_dense:
                 allowed = _allowed_keys(spec.mask, q_BSHK.transpose(1, 2), documents)
             return _by_torch(q_BSHK, k_BSGK, v_BSGW, spec, allowed=allowed)
-        runs = None if documents is None else batch.document_runs
-        can_be_varlen = not has_no_memory(q_BSHK) and None not in (runs or ())
-        if kernel == "varlen" and can_be_varlen:
-            longest = max((len(run) for of_row in runs or () for run in of_row or ()), default=0)
-            borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
-            lengths = DocumentLengths(borders, longest or call.length)
-            return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
-        blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
-        attention = SequenceAttention(spec, blocks, documents, device)
-        return attention(q_BSHK, k_BSGK, v_BSGW)
+        return _in_parts(q_BSHK, k_BSGK, v_BSGW, batch, spec, choice=Chosen(call, device, kernel))
+
+
+class Chosen(NamedTuple):
+    """A call, and the kernel that computes it on a device."""
+
+    call: AttentionCall
+    device: AttentionDevice
+    kernel: KernelName
+
+
+def _in_parts(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGW: Tensor,
+    batch: Batch,
+    spec: AttentionSpec,
+    *,
+    choice: Chosen,
+) -> Tensor:
+    """Documents and runs of queries, whose number depends on the values of a batch."""
+    call, device, kernel = choice
+    documents = batch.documents if call.has_documents else None
+    runs = None if documents is None else batch.document_runs
+    can_be_varlen = not has_no_memory(q_BSHK) and None not in (runs or ())
+    if kernel == "varlen" and can_be_varlen:
+        longest = max((len(run) for of_row in runs or () for run in of_row or ()), default=0)
+        borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
+        lengths = DocumentLengths(borders, longest or call.length)
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
+    blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
+    attention = SequenceAttention(spec, blocks, documents, device)
+    return attention(q_BSHK, k_BSGK, v_BSGW)
+
+
+_in_parts._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled graphs would be of one batch alone
 
 
 def _by_torch(
