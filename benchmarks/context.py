@@ -1,6 +1,7 @@
 """CPU seconds of attention under context parallelism, summed over ranks, relative to one fused attention on the whole sequence.
 
-python benchmarks/context.py [--length 4096] [--rounds 5]
+python -m benchmarks.context [--length 4096] [--rounds 5]
+python -m benchmarks.context --one_device   # documents and windows in blocks, and with a mask of all queries and keys
 
 Ranks are threads with one intra-op thread each. CPU seconds of a thread exclude its waiting, so other programs on the
 machine and ranks that share a core do not change the ratio. A ratio of 1.00 means that sharding adds no work.
@@ -11,17 +12,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tests.live import Live
 from weft.comm.comm import Comm
 from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import zigzag
-from weft.models.common.attention import Attend
-from weft.models.common.batch import Batch
+from weft.models.common.attention import Attend, FusedAttention
+from weft.models.common.attention_spec import AttentionSpec, visible_keys
+from weft.models.common.batch import Batch, token_batch
 from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
@@ -29,6 +33,11 @@ HEADS = 8
 KV_HEADS = 4
 HEAD_SIZE = 64
 DEGREES = (2, 4)
+GPT2_HEADS = 12
+ONE_DEVICE_LAYERS = 4
+ONE_DEVICE_LENGTHS = (512, 1024, 2048, 4096)
+DOCUMENT_LENGTH = 256
+"""Mean length of documents, and the window."""
 
 
 class AttentionTensors(NamedTuple):
@@ -129,13 +138,100 @@ def print_medians(title: str, rounds: list[RoundResult]) -> None:
     print(f"{title}: {'; '.join(columns)} (measured)")
 
 
+class MaskedAttention:
+    """One fused attention with a mask [S, S] made in each layer."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec
+    ) -> Tensor:
+        columns = torch.arange(q.shape[1])
+        allowed = visible_keys(spec.mask, columns, columns)
+        if batch.documents is not None:
+            same = batch.documents[:, None, :, None] == batch.documents[:, None, None, :]
+            allowed = same if allowed is None else same & allowed
+        swapped = [x.transpose(1, 2) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*swapped, attn_mask=allowed)
+        return out.transpose(1, 2)
+
+
+class PeakBytes(Live):
+    """Most bytes of tensors that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made = {key: ref for key, ref in self._made.items() if not ref.expired()}
+        self.most = max(self.most, self.num_bytes())
+        return out
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """Layers of attention shaped like those of GPT-2 124M, on one device."""
+
+    length: int
+    mask: AttentionMask
+    documents: Tensor | None
+
+    def run(self, attention: Any) -> float:
+        """CPU seconds of a forward and a backward."""
+        q, k, v = (
+            torch.zeros(1, self.length, GPT2_HEADS, HEAD_SIZE).normal_().requires_grad_()
+            for _ in range(3)
+        )
+        ids = torch.zeros(1, self.length, dtype=torch.int64)
+        batch = replace(token_batch(ids, ids), documents=self.documents)
+        spec = AttentionSpec(self.mask)
+        start = time.thread_time()
+        outs = [attention(q, k, v, batch, spec).sum() for _ in range(ONE_DEVICE_LAYERS)]
+        torch.stack(outs).sum().backward()
+        return time.thread_time() - start
+
+    def peak(self, attention: Any) -> int:
+        """Bytes of its tensors."""
+        with PeakBytes() as peak:
+            self.run(attention)
+        return peak.most
+
+    def compare(self, title: str, rounds: int) -> None:
+        """Both in turns."""
+        pairs = [(self.run(MaskedAttention()), self.run(FusedAttention())) for _ in range(rounds)]
+        ratio = statistics.median(blocks / masked for masked, blocks in pairs)
+        masked, blocks = (self.peak(each) / 2**20 for each in (MaskedAttention(), FusedAttention()))
+        text = f"time {ratio:.2f}, peak {blocks:.0f} of {masked:.0f} MiB ({blocks / masked:.2f})"
+        print(f"{title:24} {self.length} tokens: {text}")
+
+
+def document_numbers(length: int) -> Tensor:
+    """Documents of random lengths, DOCUMENT_LENGTH on average."""
+    generator = torch.Generator().manual_seed(length)
+    lengths = torch.empty(length).exponential_(1 / DOCUMENT_LENGTH, generator=generator)
+    counts = lengths.long() + 1
+    return torch.arange(length).repeat_interleave(counts)[None, :length]
+
+
+def compare_one_device(rounds: int) -> None:
+    for length in ONE_DEVICE_LENGTHS:
+        documents = document_numbers(length)
+        OneDevice(length, AttentionMask(), documents).compare("documents", rounds)
+        window = AttentionMask(window=DOCUMENT_LENGTH)
+        OneDevice(length, window, None).compare("window", rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; medians are printed")
     parser.add_argument("--window", type=int, help="size of a sliding-window mask; default: none")
+    parser.add_argument("--one_device", action="store_true", help="blocks against one mask")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.one_device:
+        compare_one_device(args.rounds)
+        return
     mask = AttentionMask(window=args.window)
     whole = random_tensors(args.length)
     for degree in DEGREES:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
@@ -35,6 +36,7 @@ from weft.comm.transport import Call, OnLate
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh
+from weft.data.record_sources import packs_documents
 from weft.models import FAMILIES
 from weft.models.common import experts, init
 from weft.models.common.batch import token_batch
@@ -99,6 +101,7 @@ class Recorder(TorchDispatchMode):
         syncs: places where the host waits for the device.
         copies: places where data moves between host and device; also those that do not wait.
         mixed: operations whose tensors are on several devices, scalars aside.
+        most_bytes: of the memory of a result on the device.
     """
 
     def __init__(self) -> None:
@@ -109,6 +112,7 @@ class Recorder(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
+        self.most_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -137,6 +141,8 @@ class Recorder(TorchDispatchMode):
             self.copies[source_line()] += 1
         elif len({x.device.type for x in tensors if x.dim() > 0}) > 1:
             self.mixed[f"{source_line()} {func}"] += 1
+        sizes = [x.untyped_storage().nbytes() for x in results]
+        self.most_bytes = max([self.most_bytes, *sizes])
         name = func._schema.name.removeprefix("aten::")
         has_kernel = not func.is_view and not name.startswith(NO_KERNEL)
         if results and has_kernel and func.namespace == "aten":
@@ -272,6 +278,7 @@ def counts_of(
         "copies": dict(recorder.copies),
         "mixed": dict(recorder.mixed),
         "launches": recorder.launches.total(),
+        "most_bytes": recorder.most_bytes,
         "not_on_device": _not_on_device(step),
         "not_planned": transport.not_planned(),
         "calls_on_cpu": sorted(transport.on_cpu),
@@ -308,6 +315,8 @@ def _batches(run: Run, comm: Comm):
     shape = (run.batch.micro_size, run.data.seq_len + 1)
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = token_batch(tokens[:, :-1], tokens[:, 1:])
+    if packs_documents(run.data):
+        batch = replace(batch, documents=torch.zeros_like(batch.inputs))
     own = batch.columns(index=comm.index("cp"), degree=comm.degree("cp"))
     on_device = own.map(lambda x: x.to(DEVICE))
     return [on_device] * plan_of(run).microbatches

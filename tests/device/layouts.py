@@ -49,12 +49,16 @@ class Layout:
 
 
 BF16 = "--precision.compute bfloat16"
+PACKED_LENGTH = 2048
+PACKED = f"--data.packing documents --data.seq_len {PACKED_LENGTH}"
 
 LAYOUTS = (
     Layout("", measures_layers=True, is_slow=True),
     Layout("", BF16, is_slow=True),
     Layout("", "--parallel.recompute full", is_slow=True),
     Layout("", "--parallel.recompute selective", is_slow=True),
+    Layout("", f"{PACKED} {BF16}"),
+    Layout("", PACKED, is_slow=True),
     Layout("dp2", is_slow=True),
     Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1, is_slow=True),
     Layout("dp2", "--parallel.zero 2", is_slow=True),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.device.layouts import LAYOUTS, Layout
+from tests.device.layouts import LAYOUTS, PACKED, PACKED_LENGTH, Layout
 
 TABLE = Path(__file__).with_name("counts.json")
 """What each layout may cost. It may only decrease: `WEFT_UPDATE_COUNTS=1 pytest tests/device` writes
@@ -132,6 +132,13 @@ def test_a_step_runs_on_one_device(layout, measured):
     assert counts["not_planned"] == [], "groups that are not connected at start"
     assert counts["calls_on_cpu"] == [], "calls that connect gloo"
     assert counts["races"] == {}, "accesses on several streams that nothing orders"
+
+
+def test_packed_documents_need_no_tensor_of_all_queries_and_keys(measured):
+    packed = [counts for name, counts in measured.items() if PACKED in name]
+    assert packed
+    for counts in packed:
+        assert counts["most_bytes"] < PACKED_LENGTH**2, "a mask of 1 byte a pair"
 
 
 def test_gathers_and_reductions_of_zero_3_run_beside_the_computation(measured):

@@ -68,6 +68,9 @@ SEEN_IN_KEPT_STRUCTURE = (
     "the_second_bucket_of_gradients_is_not_reduced",
     "wsd_decays_from_the_end_of_the_warm_up",
     "losses_of_a_sharded_vocabulary_are_added_in_16_bits",
+    "the_last_token_of_a_document_is_computed_with_the_next_one",
+    "a_window_is_one_key_short_at_the_border_of_a_block",
+    "gradients_of_shared_heads_of_keys_are_not_summed",
 )
 """They show only where a reduction keeps documents, layers, micro-batches, routing, shard bounds, two
 heads of a rank, experts above the mean, buckets, steps of the decay, types of losses.

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.attention import small_blocks
 from weft import Attend, DropPath, drop_path
 from weft.core.attention_mask import AttentionMask
 from weft.core.entry_places import DimEntries, DimShard, ShardingRank, held_entries
 from weft.data.order import draw_keys
 from weft.errors import PlanError
-from weft.models.common import dropped_attention
-from weft.models.common.attention import visible_keys
+from weft.models.common.attention_spec import visible_keys
 from weft.models.common.batch import token_batch
 from weft.models.common.dropout import DropoutDraws, call_key, drop, times_factors
 from weft.models.common.dropout_mode import CounterDropout, may_drop
@@ -331,8 +331,7 @@ def test_gradients_of_attention_are_those_by_hand(
     mask: AttentionMask, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several chunks of queries, shared key heads, and packed documents."""
-    monkeypatch.setattr(dropped_attention, "MOST_SCORES", {"cpu": 0})
-    monkeypatch.setattr(dropped_attention, "LEAST_QUERIES", chunk)
+    small_blocks(monkeypatch, queries=chunk)
     q, k, v = (
         torch.randn(2, 8, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
     )

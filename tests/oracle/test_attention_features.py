@@ -20,9 +20,9 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.core.attention_mask import CAUSAL, AttentionMask
 from weft.core.sequence import Context, zigzag
+from weft.models.common import attention_kernels as kernels
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, token_batch
-from weft.parallel.context import kernels
 from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 

@@ -25,7 +25,7 @@ from weft.models.common.head_output import (
 from weft.models.common.layers import Loss
 from weft.parallel.model.chunked_losses import most_in_flight
 from weft.parallel.tensor.linear import ColumnParallelLinear
-from weft.parallel.tensor.vocab import VocabularyShard
+from weft.parallel.tensor.vocabulary_shard import VocabularyShard
 from weft.start.prove_run import prove_config
 from weft.testing import run_ranks
 

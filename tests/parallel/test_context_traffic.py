@@ -18,8 +18,8 @@ from weft.comm.observe import Counter, Operation
 from weft.comm.transport import Work
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
+from weft.models.common import attention_kernels as kernels
 from weft.models.common.batch import Batch
-from weft.parallel.context import kernels
 from weft.parallel.context.attend import VARIANTS
 from weft.parallel.context.kv_exchange import KeyValue
 from weft.parallel.context.ring import Hop, RingExchange

@@ -62,6 +62,7 @@ LAYOUTS = {
     "pp2 zbv": "--mesh pp2 --pipeline.schedule zbv --batch.global_size 4",
     "pp2 dp2 zero1": "--mesh pp2,dp2 --parallel.zero 1",
     "pp2 tp2 full recompute": "--mesh pp2,tp2 --parallel.recompute full",
+    "window in blocks": "--model.name mistral --model.window 64 --data.seq_len 512 --batch.global_size 2",
     "dp2 zero3 selective bfloat16": "--mesh dp2 --parallel.zero 3 --parallel.recompute selective --precision.compute bfloat16",
 }
 SMALL = (
@@ -168,6 +169,7 @@ def slow_but(*names: str) -> list[Any]:
         "preference pairs",
         "pp2 zbv",
         "pp2 dp2 zero1",
+        "window in blocks",
         "dp2 zero3 selective bfloat16",
     ),
 )
@@ -336,3 +338,22 @@ def test_operations_have_the_communicator_of_the_real_call() -> None:
                 by_kind.setdefault(op.op, set()).add(op.communicator)
         assert by_kind["reduce_scatter"] == expected
         assert by_kind.get("all_gather", {"group"}) == {"group"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ("", "efficient (no mask; flash attention does not take float32 here)"),
+        ("--precision.compute bfloat16", "flash (no mask, 16 bits)"),
+        ("--data.packing documents", "blocks (documents; no kernel of documents and windows takes float32)"),
+        ("--model.name mistral --model.window 64", "blocks (window; no kernel of documents and windows takes float32)"),
+    ],
+)  # fmt: skip
+def test_attention_of_a_gpu_holds_no_scores(options: str, kernel: str) -> None:
+    """Key heads are shared by two query heads. More than all scores of one head do not exist."""
+    length = 4096
+    run = run_of(f"--hardware h100 --data.seq_len {length} --batch.global_size 2 {options}")
+    step = measure_rank(MeasuredRun.of(run), 0)
+    assert step.attention == (kernel,)
+    scores = 4 * length**2
+    assert max(region.workspace for region in step.actions.values()) < scores

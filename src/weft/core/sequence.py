@@ -71,6 +71,21 @@ class BlockMask:
     keys: slice
     kind: BlockKind
 
+    def split(self, most: int) -> Iterator[BlockMask]:
+        """The same scores as blocks of at most this number of queries.
+
+        >>> [part.keys.stop for part in BlockMask(slice(0, 6), slice(0, 6), "triangle").split(2)]
+        [2, 4, 6]
+        """
+        first, stop = self.queries.start, self.queries.stop
+        for start in range(first, stop, most):
+            queries = slice(start, min(start + most, stop))
+            if self.kind == "triangle":
+                keys = slice(self.keys.start, self.keys.start + queries.stop - first)
+                yield BlockMask(queries, keys, "triangle" if start == first else "partial")
+            else:
+                yield BlockMask(queries, self.keys, self.kind)
+
 
 @dataclass(frozen=True)
 class SequenceBlocks:

@@ -15,22 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.attention_choice import MOST_SCORE_BYTES
 from weft.core.attention_mask import AttentionMask, Feature
 from weft.models.common.attention import (
     Attend,
-    AttentionSpec,
     FusedAttention,
     eager_attention,
     set_implementations,
-    visible_keys,
 )
+from weft.models.common.attention_spec import AttentionSpec, visible_keys
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.head_output import LOGITS, HeadOutput, heads_of, set_head_output
 from weft.parallel.model.dropout_blocks import without_dropout
@@ -199,6 +199,30 @@ class CachedAttention:
         first_cell = batch.first_cell(spec.mask)
         keys_BGTK = keys_BGTK[:, :, first_cell:]
         values_BGTW = values_BGTW[:, :, first_cell:]
+        rows, num_new, heads, _ = q_BSHK.shape
+        scores_a_query = rows * heads * keys_BGTK.shape[2]
+        most = max(1, MOST_SCORE_BYTES // (4 * scores_a_query))
+        if num_new <= most:
+            return self._read(q_BSHK, keys_BGTK, values_BGTW, batch, spec)
+        assert batch.cells is not None, "made by decode_batch"
+        parts = zip(q_BSHK.split(most, 1), batch.cells.split(most, 1), strict=True)
+        return torch.cat(
+            [
+                self._read(q, keys_BGTK, values_BGTW, replace(batch, cells=cells), spec)
+                for q, cells in parts
+            ],
+            dim=1,
+        )
+
+    def _read(
+        self,
+        q_BSHK: Tensor,
+        keys_BGTK: Tensor,
+        values_BGTW: Tensor,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """The cells that the queries at `batch.cells` see."""
         allowed = batch.visible_cells(spec.mask)
         if not spec.fits_fused_kernel:
             return self._eager(q_BSHK, keys_BGTK, values_BGTW, batch, spec)

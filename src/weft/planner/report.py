@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weft.comm.observe import Traffic
@@ -34,6 +34,7 @@ def costs_text(costs: RunCosts) -> str:
         *_routing_lines(costs),
         *_traffic_lines(costs.roles),
         _flops_line(costs.roles),
+        *_wrapped(_attention_lines(costs.roles)),
     ]
     if costs.prediction is not None:
         lines.extend(prediction_lines(costs.prediction))
@@ -44,6 +45,13 @@ def costs_text(costs: RunCosts) -> str:
 def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
     """The predicted step of a measured run."""
     return prediction_lines(predict_measured(roles, speeds))
+
+
+def _attention_lines(roles: Sequence[RoleCosts]) -> Iterator[str]:
+    """The kernels of attention over whole sequences, and why they are chosen."""
+    choices = dict.fromkeys(choice for role in roles for choice in role.step.attention)
+    if choices:
+        yield f"attention: {', '.join(choices)}"
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:

@@ -24,6 +24,7 @@ from weft.config.schema import (
 )
 from weft.config.small_runs import is_valid, reduced
 from weft.config.smaller_cases import Reduction, reductions
+from weft.core.attention_choice import AttentionLimits
 from weft.core.mesh import Mesh
 from weft.data.conversations import ConversationSamples
 from weft.data.dataset import open_data
@@ -45,7 +46,11 @@ from weft.train.init_from import lazy_blocks
 from weft.train.size_limits import SizeLimits
 from weft.train.training import Evaluator, Training
 
-LIMITS = SizeLimits(shared_entries=64, bucket_bytes=2**14)
+LIMITS = SizeLimits(
+    shared_entries=64,
+    bucket_bytes=2**14,
+    attention=AttentionLimits(0, shortest_run=4, most_scores=0, least_queries=4),
+)
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
 reduced in several buckets.
 """

@@ -20,6 +20,7 @@ from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.code_of_run import code_of_run
 from weft.models.common.preference import with_preference_loss
+from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
 from weft.train.block_stats import BlockStats
@@ -109,7 +110,10 @@ def step_config(run: Run) -> StepConfig:
 def build_step(run: Run, comm: Comm, *, limits: SizeLimits = OWN_LIMITS) -> TrainStep:
     """The training step of a run on this rank; see `step_config` for its parameters."""
     plan = plan_of(run).model_copy(update={"bucket_bytes": limits.bucket_bytes})
-    return build_configured_step(step_config(run), plan, comm)
+    step = build_configured_step(step_config(run), plan, comm)
+    for attention in whole_sequence_attentions(step.model.blocks.values()):
+        attention.limits = limits.attention
+    return step
 
 
 def build_run_steps(

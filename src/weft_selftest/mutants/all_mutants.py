@@ -8,6 +8,7 @@ from types import MappingProxyType
 from weft_selftest.mutants import (
     attention_faults,
     bias_faults,
+    block_faults,
     buffer_faults,
     composition_faults,
     context_faults,
@@ -49,6 +50,7 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     resume_faults.MUTANTS,
     attention_faults.MUTANTS,
     bias_faults.MUTANTS,
+    block_faults.MUTANTS,
     stage_faults.MUTANTS,
     router_faults.MUTANTS,
     shard_faults.MUTANTS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import ops
-from weft.parallel.context import kernels
+from weft.models.common import attention_kernels as kernels
 from weft.parallel.context.ulysses import COLUMNS, HEADS
 from weft.parallel.cp import AXIS as CP_AXIS
 from weft_selftest.mutants import references
@@ -179,7 +179,7 @@ MUTANTS = (
         "the_backward_normalises_every_block_by_itself",
         "weights of a block's keys add up to one, as if there were no others",
         MutantLayout("cp2", options="--parallel.context allgather"),
-        (FunctionFault("weft.parallel.context.kernels:attend_backward", own_weights),),
+        (FunctionFault("weft.models.common.attention_kernels:attend_backward", own_weights),),
         axes=AXIS,
         blocks=LAYERS,
         reference=references.TRANSFORMER_ENGINE_CP,

@@ -53,7 +53,11 @@ MUTANTS = (
         "a_chunk_of_losses_is_not_summed_over_tp",
         "the softmax of the last tokens is over this rank's part of the vocabulary",
         MutantLayout("tp2", options=CHUNKED),
-        (FunctionFault("weft.parallel.tensor.vocab:VocabularyShard.total", unsummed_last_chunk),),
+        (
+            FunctionFault(
+                "weft.parallel.tensor.vocabulary_shard:VocabularyShard.total", unsummed_last_chunk
+            ),
+        ),
         axes=(TP_AXIS,),
         blocks=("head",),
     ),

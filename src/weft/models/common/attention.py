@@ -9,86 +9,30 @@ declares the features that it supports, and an `Attend` that requires more is re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.attention_choice import (
+    AttentionCall,
+    AttentionDevice,
+    AttentionLimits,
+    KernelChoice,
+    KernelName,
+    choose_kernel,
+)
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
+from weft.core.query_blocks import row_blocks
+from weft.models.common.attention_kernels import attention_device, pad_head
+from weft.models.common.attention_spec import AttentionSpec, attention_call, visible_keys
 from weft.models.common.batch import Batch
-from weft.models.common.dropout import AttentionDraws, attention_draws, times_factors
-from weft.models.common.dropped_attention import DroppedScores, dropped_attention
+from weft.models.common.block_attention import SequenceAttention
+from weft.models.common.dropout import attention_draws, has_no_memory
 from weft.models.common.seam import check_declared, check_supported
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What one attention computes: softmax over the visible keys of cap(scale q k^T) + bias, times
-    v.
-
-    Attributes:
-        mask: which keys a query sees.
-        scale: factor of q k^T; None: 1 / sqrt(head size).
-        softcap: scores s become softcap * tanh(s / softcap) before masking (Gemma 2).
-        sinks: one logit per head [H] in the denominator of the softmax, with no value (gpt-oss).
-        head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi,
-            Press et al. 2022).
-        dropout: probability that a weight of the softmax is dropped, in training.
-        draws: the random numbers by which they are; None: nothing is dropped now.
-    """
-
-    mask: AttentionMask = CAUSAL
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    head_bias: Tensor | None = None
-    dropout: float = 0.0
-    draws: AttentionDraws | None = None
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        """What an implementation must support."""
-        found = set(self.mask.features)
-        if self.softcap is not None:
-            found.add("softcap")
-        if self.sinks is not None:
-            found.add("sinks")
-        if self.head_bias is not None:
-            found.add("head_bias")
-        if self.dropout:
-            found.add("dropout")
-        return frozenset(found)
-
-    @property
-    def fits_fused_kernel(self) -> bool:
-        """Whether torch's fused attention computes it: nothing but a scale and a mask."""
-        return self.is_plain and self.draws is None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is nothing but a scale, a mask and dropout."""
-        others = (self.softcap, self.sinks, self.head_bias)
-        return all(other is None for other in others)
-
-    def scale_of(self, q: Tensor) -> float:
-        """Factor of q k^T for queries of this head size (their last dim)."""
-        if self.scale is not None:
-            return self.scale
-        head_size = q.shape[-1]
-        return float(head_size**-0.5)
-
-    def select_heads(self, heads: slice) -> AttentionSpec:
-        """The same for some of the query heads."""
-        spec = self
-        if self.sinks is not None:
-            spec = replace(spec, sinks=self.sinks[heads])
-        if self.head_bias is not None:
-            spec = replace(spec, head_bias=self.head_bias[heads])
-        if self.draws is not None:
-            spec = replace(spec, draws=self.draws.select_heads(heads))
-        return spec
+from weft.models.common.varlen_attention import DocumentLengths, varlen_attention
 
 
 class AttentionImplementation(Protocol):
@@ -115,57 +59,127 @@ Implementation = TypeVar("Implementation", bound=AttentionImplementation)
 
 
 class FusedAttention:
-    """Attention on one device over whole sequences: torch's fused kernels, or all scores in memory
-    where none fits.
+    """Attention on one device over whole sequences, by the kernel that `choose_kernel` names.
+
+    Attributes:
+        device: that the choice is made for; None: that of q. Predictions on the meta device set it.
+        limits: sizes of its parts in place of those of the device.
+        on_choice: called with the kernel of each call.
     """
 
     name = "fused"
     supports = ALL_FEATURES
     alternative = ""
 
+    def __init__(self, device: AttentionDevice | None = None) -> None:
+        self.device = device
+        self.limits: AttentionLimits | None = None
+        self.on_choice: Callable[[KernelChoice], object] | None = None
+
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
-        width = v_BSGW.shape[-1]
-        missing = k_BSGK.shape[-1] - width
-        if missing > 0:  # fused kernels take one head size; without one, S x S scores are in memory
-            v_BSGW = F.pad(v_BSGW, (0, missing))
         documents = batch.documents if spec.mask.documents else None
-        columns = range(q_BSHK.shape[1])
-        is_triangle = spec.mask.is_triangle(columns, columns) and documents is None
-        q_BHSK = q_BSHK.transpose(1, 2)
-        k_BGSK = k_BSGK.transpose(1, 2)
-        v_BGSW = v_BSGW.transpose(1, 2)
-        if spec.fits_fused_kernel:
-            out_BHSW = F.scaled_dot_product_attention(
-                q_BHSK,
-                k_BGSK,
-                v_BGSW,
-                attn_mask=None if is_triangle else _allowed_keys(spec.mask, q_BHSK, documents),
-                is_causal=is_triangle,
-                scale=spec.scale,
-                enable_gqa=True,
-            )
-        elif spec.is_plain and spec.draws is not None:
-            scores = DroppedScores(
-                spec.scale_of(q_BHSK),
-                None if is_triangle else _allowed_keys(spec.mask, q_BHSK, documents),
-                is_triangle,
-                spec.draws,
-            )
-            out_BHSW = dropped_attention(q_BHSK, k_BGSK, v_BGSW, scores)
-        else:
-            columns_S = torch.arange(len(columns), device=q_BHSK.device)
-            out_BHSW = eager_attention(
-                q_BHSK,
-                k_BGSK,
-                v_BGSW,
-                spec,
-                allowed=_allowed_keys(spec.mask, q_BHSK, documents),
-                distance=columns_S[:, None] - columns_S,
-                factors=None if spec.draws is None else spec.draws.of_columns(columns_S),
-            )
-        return out_BHSW.transpose(1, 2)[..., :width]
+        call = attention_call(q_BSHK, k_BSGK, v_BSGW, spec, has_documents=documents is not None)
+        device = self.device or attention_device(q_BSHK)
+        if self.limits is not None:
+            device = replace(device, own_limits=self.limits)
+        choice = choose_kernel(call, device)
+        if self.on_choice is not None:
+            self.on_choice(choice)
+        kernel = choice.kernel
+        if kernel == "plain" and call.features:
+            return _all_scores(q_BSHK, k_BSGK, v_BSGW, spec, documents)
+        repeats_heads = kernel == "efficient" and call.heads > call.key_heads
+        if kernel not in ("blocks", "varlen") and not repeats_heads:
+            allowed = None
+            if not call.is_dense:
+                allowed = _allowed_keys(spec.mask, q_BSHK.transpose(1, 2), documents)
+            return _by_torch(q_BSHK, k_BSGK, v_BSGW, spec, allowed=allowed)
+        return _in_parts(q_BSHK, k_BSGK, v_BSGW, batch, spec, choice=Chosen(call, device, kernel))
+
+
+class Chosen(NamedTuple):
+    """A call, and the kernel that computes it on a device."""
+
+    call: AttentionCall
+    device: AttentionDevice
+    kernel: KernelName
+
+
+def _in_parts(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGW: Tensor,
+    batch: Batch,
+    spec: AttentionSpec,
+    *,
+    choice: Chosen,
+) -> Tensor:
+    """Documents and runs of queries, whose number depends on the values of a batch."""
+    call, device, kernel = choice
+    documents = batch.documents if call.has_documents else None
+    runs = None if documents is None else batch.document_runs
+    can_be_varlen = not has_no_memory(q_BSHK) and None not in (runs or ())
+    if kernel == "varlen" and can_be_varlen:
+        longest = max((len(run) for of_row in runs or () for run in of_row or ()), default=0)
+        borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
+        lengths = DocumentLengths(borders, longest or call.length)
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
+    blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
+    attention = SequenceAttention(spec, blocks, documents, device)
+    return attention(q_BSHK, k_BSGK, v_BSGW)
+
+
+_in_parts._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled graphs would be of one batch alone
+
+
+def _by_torch(
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, spec: AttentionSpec, *, allowed: Tensor | None
+) -> Tensor:
+    """torch's fused kernels: all keys or a triangle, or the keys that a mask tensor allows."""
+    width = v_BSGW.shape[-1]
+    head_size = q_BSHK.shape[-1]
+    scale = spec.scale
+    if (
+        width != head_size
+    ):  # fused kernels take one head size; without one, S x S scores are in memory
+        scale = spec.scale_of(q_BSHK)
+        size = max(width, head_size)
+        q_BSHK, k_BSGK, v_BSGW = (pad_head(x, size) for x in (q_BSHK, k_BSGK, v_BSGW))
+    columns = range(q_BSHK.shape[1])
+    out_BHSW = F.scaled_dot_product_attention(
+        q_BSHK.transpose(1, 2),
+        k_BSGK.transpose(1, 2),
+        v_BSGW.transpose(1, 2),
+        attn_mask=allowed,
+        is_causal=allowed is None and spec.mask.is_triangle(columns, columns),
+        scale=scale,
+        enable_gqa=q_BSHK.shape[2] != k_BSGK.shape[2],
+    )
+    return out_BHSW.transpose(1, 2)[..., :width]
+
+
+def _all_scores(
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, spec: AttentionSpec, documents: Tensor | None
+) -> Tensor:
+    q_BHSK = q_BSHK.transpose(1, 2)
+    columns_S = torch.arange(q_BSHK.shape[1], device=q_BSHK.device)
+    out_BHSW = eager_attention(
+        q_BHSK,
+        k_BSGK.transpose(1, 2),
+        v_BSGW.transpose(1, 2),
+        spec,
+        allowed=_allowed_keys(spec.mask, q_BHSK, documents),
+        distance=columns_S[:, None] - columns_S,
+    )
+    return out_BHSW.transpose(1, 2)
+
+
+def _borders_of_sequences(q_BSHK: Tensor) -> Tensor:
+    rows, length, _, _ = q_BSHK.shape
+    stop = rows * length + 1
+    return torch.arange(0, stop, length, dtype=torch.int32, device=q_BSHK.device)
 
 
 def _allowed_keys(
@@ -233,22 +247,6 @@ class Attend(nn.Module):
         return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, spec)
 
 
-def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
-    """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [...,
-    S, T]; None: all see all.
-    """
-    distance = queries[..., :, None] - keys_T
-    allowed = None
-    if mask.causal:
-        allowed = distance >= 0
-    if mask.prefix:
-        allowed = (distance >= 0) | (keys_T < mask.prefix)
-    if mask.window is not None:
-        is_near = distance.abs() < mask.window
-        allowed = is_near if allowed is None else allowed & is_near
-    return allowed
-
-
 def eager_attention(
     q_BHSK: Tensor,
     k_BGTK: Tensor,
@@ -257,14 +255,12 @@ def eager_attention(
     *,
     allowed: Tensor | None,
     distance: Tensor,
-    factors: Callable[[torch.dtype], Tensor] | None = None,
 ) -> Tensor:
     """Attention with all scores in memory, in float32 at least; every feature -> out_BHSW.
 
     Args:
         allowed: True where a query sees a key, broadcastable to [B, H, S, T].
         distance: query column - key column, broadcastable to [B, H, S, T].
-        factors: of dropout, by which the weights are multiplied, [B, H, S, T].
     """
     group_size = q_BHSK.shape[1] // k_BGTK.shape[1]
     k_BHTK = k_BGTK.repeat_interleave(group_size, dim=1)
@@ -280,8 +276,6 @@ def eager_attention(
     if allowed is not None:
         scores_BHST = scores_BHST.masked_fill(~allowed, float("-inf"))
     weights_BHST = _softmax(scores_BHST, spec.sinks)
-    if factors is not None:
-        weights_BHST = times_factors(weights_BHST, factors)
     return weights_BHST.to(v_BHTW.dtype) @ v_BHTW
 
 

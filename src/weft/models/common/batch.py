@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from weft.core.input_spec import TARGETS, InputSpec
 from weft.core.model_config import ModelConfig
+from weft.core.query_blocks import RowRuns
 from weft.core.sequence import zigzag
+from weft.models.common.document_runs import document_runs
 from weft.models.common.dropout_mode import run_block
 
 IGNORE = -100
@@ -56,6 +59,33 @@ class Batch:
     draw_keys: Tensor | None = None
     fields: Mapping[str, Tensor] | None = None
 
+    @cached_property
+    def document_runs(self) -> tuple[RowRuns, ...] | None:
+        """Where the documents of each sequence begin and end, found once for all layers; None:
+        without documents.
+        """
+        return None if self.documents is None else document_runs(self.documents)
+
+    @cached_property
+    def of_whole_sequences(self) -> Batch:
+        """The same with the documents of whole sequences, for attention that exchanges its columns."""
+        return replace(self, documents=self.whole_documents)
+
+    @cached_property
+    def document_borders(self) -> Tensor:
+        """The columns at which documents begin, counted over all sequences one after another, and
+        their number: int32.
+        """
+        assert self.documents is not None, "read of packed sequences"
+        length = self.documents.shape[1]
+        starts = [
+            row * length + run.start
+            for row, of_row in enumerate(self.document_runs or ())
+            for run in of_row or ()
+        ]
+        borders = [*starts, self.documents.numel()]
+        return torch.tensor(borders, dtype=torch.int32, device=self.documents.device)
+
     def num_targets(self) -> Tensor:
         """Number of targets that count, or of preference pairs, int64 scalar; stays on the device."""
         if self.pairs is not None:
@@ -95,17 +125,22 @@ class Batch:
         `batch.map(torch.Tensor.cuda)`.
         """
         changed: dict[str, Any] = {}
-        for name, x in vars(self).items():
+        for name, x in self._values():
             if isinstance(x, Tensor):
                 changed[name] = act(x)
             elif x is not None:
                 changed[name] = {key: act(field) for key, field in x.items()}
         return Batch(**changed)
 
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """The fields by name, without what is computed from them."""
+        for field in fields(self):
+            yield field.name, getattr(self, field.name)
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, those of `fields` by their own."""
         found: dict[str, Tensor] = {}
-        for name, x in vars(self).items():
+        for name, x in self._values():
             if isinstance(x, Tensor):
                 found[name] = x
             elif x is not None:

@@ -165,6 +165,11 @@ class AttentionDraws:
         """The same for some of the query heads."""
         return replace(self, heads=self.heads.select(chosen))
 
+    def select_rows(self, chosen: slice) -> AttentionDraws:
+        """The same for some of the sequences."""
+        keys = self.draws.sequence_keys[chosen]
+        return replace(self, draws=replace(self.draws, sequence_keys=keys))
+
     def of_columns(self, columns_S: Tensor) -> Callable[[torch.dtype], Tensor]:
         """What the weights of whole sequences are multiplied with, [B, H, S, S], by number type."""
         return partial(self.factors, columns_S, columns_S, length=len(columns_S))

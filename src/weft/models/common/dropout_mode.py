@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.core.attention_mask import AttentionMask
 from weft.core.entry_places import (
     ONE_DEVICE,
     WHOLE,
@@ -28,7 +29,11 @@ from weft.core.entry_places import (
     ShardingRank,
     held_entries,
 )
+from weft.core.query_blocks import row_blocks
 from weft.errors import Fault, PlanError
+from weft.models.common.attention_kernels import attention_device
+from weft.models.common.attention_spec import AttentionSpec, attention_call
+from weft.models.common.block_attention import SequenceAttention
 from weft.models.common.dropout import (
     AttentionDraws,
     DropoutDraws,
@@ -38,7 +43,6 @@ from weft.models.common.dropout import (
     drop_path,
     times_factors,
 )
-from weft.models.common.dropped_attention import DroppedScores, dropped_attention
 
 CallShards = tuple[DimShard, ...]
 """How each dim of the tensor of one call is sharded."""
@@ -307,8 +311,9 @@ def _scaled_dot_product_attention(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is None and _is_of_whole_sequences(query, key, draws):
         heads = AttentionDraws(draws.dims[0], draws)
-        dropped = DroppedScores(factor, None, is_causal, heads)
-        return dropped_attention(query, key, value, dropped)
+        mask = AttentionMask(causal=is_causal, documents=False)
+        spec = AttentionSpec(mask, factor, dropout=dropout_p, draws=heads)
+        return _dropped_attention(query, key, value, spec)
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(wide) * factor
     if is_causal:
@@ -327,6 +332,16 @@ def _scaled_dot_product_attention(
 
     out: Tensor = times_factors(weights, factors).to(value.dtype) @ value
     return out
+
+
+def _dropped_attention(
+    q_BHSK: Tensor, k_BHSK: Tensor, v_BHSW: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Attention of whole sequences, some queries at a time."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BHSK, k_BHSK, v_BHSW))
+    call = attention_call(q, k, v, spec, has_documents=False)
+    blocks = row_blocks(call, attention_device(q_BHSK), None)
+    return SequenceAttention(spec, blocks)(q, k, v).transpose(1, 2)
 
 
 def _is_of_whole_sequences(query: Tensor, key: Tensor, draws: DropoutDraws) -> bool:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +105,15 @@ class WholeVocabulary:
     def total(self, x: Tensor) -> Tensor:
         """The sum of each entry over all ranks."""
         return x
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A projection of which each rank holds some entries of the vocabulary."""
+
+    def vocabulary(self) -> WholeVocabulary:
+        """The entries of this rank."""
+        ...
 
 
 @dataclass(frozen=True)

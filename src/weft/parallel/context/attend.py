@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -12,7 +12,12 @@ from weft.core.dimension import pipeline_axis
 from weft.core.sequence import Context, SequenceBlocks
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
+from weft.models.common.attention import (
+    AttentionImplementation,
+    FusedAttention,
+    set_implementations,
+)
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, whole_documents_of
@@ -143,6 +148,17 @@ def _vocab(plan: Plan) -> int | None:
         return None
     config = FAMILIES[plan.family].Config.model_validate_json(plan.architecture)
     return config.axis_sizes().get("vocab")
+
+
+def whole_sequence_attentions(blocks: Iterable[nn.Module]) -> Iterator[FusedAttention]:
+    """The implementations below these blocks that attend over whole sequences on one device."""
+    for block in blocks:
+        for module in block.modules():
+            implementation = getattr(module, "implementation", None)
+            if isinstance(implementation, UlyssesAttention):
+                yield implementation.inner
+            elif isinstance(implementation, FusedAttention):
+                yield implementation
 
 
 def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:

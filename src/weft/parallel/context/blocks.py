@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.core.attention_choice import masked_queries, scored_queries
 from weft.core.sequence import BlockMask, SequenceBlocks, zigzag
-from weft.models.common.attention import AttentionSpec, visible_keys
-from weft.parallel.context import kernels
-from weft.parallel.context.kernels import BlockGradients, Scores
+from weft.models.common import attention_kernels as kernels
+from weft.models.common.attention_kernels import (
+    BlockGradients,
+    Scores,
+    attention_device,
+    wide_dtype,
+)
+from weft.models.common.attention_sinks import sinks_gradient, with_sinks
+from weft.models.common.attention_spec import AttentionSpec, visible_keys
 from weft.parallel.context.kv_exchange import KeyValue, KVExchange, KVGradient
 
 
@@ -40,9 +47,24 @@ class BlockAttention:
         )
         return cast(Tensor, out)
 
-    def blocks_of(self, source: int) -> tuple[BlockMask, ...]:
-        """Blocks of this rank's queries against the keys of rank `source`."""
-        return self.blocks.block_masks(self.exchange.index, source)
+    def blocks_of(self, source: int, q_BHSK: Tensor) -> Iterator[BlockMask]:
+        """Blocks of this rank's queries against the keys of rank `source`, small enough for their
+        masks, and for their scores where these are in memory.
+        """
+        for block in self.blocks.block_masks(self.exchange.index, source):
+            yield from block.split(self._most_queries(block, q_BHSK))
+
+    def _most_queries(self, block: BlockMask, q_BHSK: Tensor) -> int:
+        """Queries of a block at a time."""
+        rows, heads, *_ = q_BHSK.shape
+        num_keys: int = block.keys.stop - block.keys.start
+        most: int = block.queries.stop - block.queries.start
+        device = attention_device(q_BHSK)
+        if block.kind == "partial":
+            most = min(most, masked_queries(num_keys, device))
+        if self.spec.needs_scores:
+            most = min(most, scored_queries(rows * heads * num_keys, device))
+        return most
 
     def scores(self, block: BlockMask, source: int, q_BHSK: Tensor) -> Scores:
         """How the scores of a block are computed."""
@@ -111,14 +133,14 @@ class _BlockAttentionFunction(torch.autograd.Function):
         q_BHSK = _swap_heads(q_BSHK)
         own = KeyValue.of(k_BSGK, v_BSGW)
         merged = _MergedBlocks(q_BHSK, width=v_BSGW.shape[-1])
-        for received in _received_blocks(attention, own):
+        for received in _received_blocks(attention, own, q_BHSK):
             block = received.block
             q = q_BHSK[:, :, block.queries]
             scores = attention.scores(block, received.source, q)
             out, lse = kernels.attend(q, received.k, received.v, scores)
             merged.add(block.queries, out, lse)
         if sinks is not None:
-            merged.add_sinks(sinks)
+            merged.out, merged.lse = with_sinks(merged.out, merged.lse, sinks)
         out = merged.out.to(q_BHSK.dtype)
         ctx.save_for_backward(q_BHSK, own.buffer, out, merged.lse, sinks)
         ctx.attention = attention
@@ -142,7 +164,7 @@ class _BlockAttentionFunction(torch.autograd.Function):
         own_gradients = accumulator.finish()
         dsinks: Tensor | None = None
         if sinks is not None:
-            dsinks = _sinks_gradient(sinks, grad, out, lse)
+            dsinks = sinks_gradient(sinks, grad, out, lse)
         dtype = q_BHSK.dtype
         return (
             _swap_heads(backward.dq.to(dtype)),
@@ -173,7 +195,7 @@ class _BackwardPass:
     def run_source(self, source: int, received: KeyValue) -> list[KVGradient]:
         """The gradients for the keys and values of one source, block by block."""
         gradients: list[KVGradient] = []
-        for block in self.attention.blocks_of(source):
+        for block in self.attention.blocks_of(source, self.q_BHSK):
             found = self._run_block(block, source, received)
             self.dq[:, :, block.queries] += found.q
             if found.head_bias is not None:
@@ -219,18 +241,20 @@ class _ReceivedBlock(NamedTuple):
     v: Tensor
 
 
-def _received_blocks(attention: BlockAttention, own: KeyValue) -> Iterator[_ReceivedBlock]:
+def _received_blocks(
+    attention: BlockAttention, own: KeyValue, q_BHSK: Tensor
+) -> Iterator[_ReceivedBlock]:
     """The blocks of all sources, as their keys and values arrive."""
     turns = attention.blocks.ring_turns
     for source, received in attention.exchange.receive(own, turns):
-        for block in attention.blocks_of(source):
+        for block in attention.blocks_of(source, q_BHSK):
             keys = received.keys[:, block.keys]
             values = received.values[:, block.keys]
             yield _ReceivedBlock(block, source, k=_swap_heads(keys), v=_swap_heads(values))
 
 
 class _MergedBlocks:
-    """Output and log-sum-exp over the blocks so far: see Note [Blocks add up] in kernels.py.
+    """Output and log-sum-exp over the blocks so far: see Note [Blocks add up] in attention_kernels.py.
 
     The first block of each query lets it see a key.
     """
@@ -269,32 +293,6 @@ class _MergedBlocks:
         self.out = q.new_zeros(out_shape, dtype=self.dtype)
         self.lse = q.new_full(lse_shape, kernels.NO_WEIGHT, dtype=self.dtype)
         self.is_empty = False
-
-    def add_sinks(self, sinks_H: Tensor) -> None:
-        """Merge one more key of each head: its score is the sink, its value 0."""
-        sinks_H1 = sinks_H[:, None].to(self.lse.dtype)
-        lse = torch.logaddexp(self.lse, sinks_H1)
-        weight = torch.exp(self.lse - lse)
-        self.out = self.out * weight.unsqueeze(-1)
-        self.lse = lse
-
-
-def _sinks_gradient(sinks_H: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed
-    over the queries.
-    """
-    wide = lse.dtype
-    sinks_H1 = sinks_H[:, None].to(wide)
-    weights_BHS = torch.exp(sinks_H1 - lse)
-    products_BHSW = grad.to(wide) * out.to(wide)
-    dots_BHS = products_BHSW.sum(-1)
-    gradient_H = (weights_BHS * dots_BHS).sum((0, 2))
-    return -gradient_H.to(sinks_H.dtype)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums over blocks: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _swap_heads(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.attention_mask import ALL_FEATURES
-from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
+from weft.models.common.attention import Attend, AttentionImplementation
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout_mode import run_block
 from weft.parallel.autograd.tree import map_leaves

@@ -17,7 +17,7 @@ from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Axis
 from weft.core.sequence import SequenceBlocks
 from weft.errors import Fault, PlanError
-from weft.models.common.attention import AttentionSpec
+from weft.models.common.attention_spec import AttentionSpec
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, gather_documents
 from weft.parallel.context.kv_exchange import AxisExchange, KeyValue, KVGradient

@@ -10,7 +10,8 @@ from torch import Tensor
 from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES
-from weft.models.common.attention import AttentionSpec, FusedAttention
+from weft.models.common.attention import FusedAttention
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.parallel.context.documents import chunk_numbers, in_sequence_order, whole_documents_of
 from weft.parallel.cp import AXIS
@@ -46,7 +47,10 @@ class UlyssesAttention:
         first_head = self.comm.index(AXIS) * num_heads
         own_heads = slice(first_head, first_head + num_heads)
         own_spec = spec.select_heads(own_heads)
-        whole_batch = replace(batch, documents=whole_documents_of(batch))
+        whole_batch = batch.of_whole_sequences
+        documents = whole_documents_of(batch)
+        if documents is not whole_batch.documents:
+            whole_batch = replace(batch, documents=documents)
         out = self.inner(q, k, v, whole_batch, own_spec)
         return self._own_columns(out)
 

@@ -10,6 +10,7 @@ from weft.layout.compilation import NOT_COMPILED
 from weft.layout.plan import Plan
 from weft.models.common.head_output import (
     ChunkedLosses,
+    HasVocabulary,
     HeadOutput,
     PlainLosses,
     WholeVocabulary,
@@ -17,8 +18,6 @@ from weft.models.common.head_output import (
     set_head_output,
 )
 from weft.models.common.preference import PreferenceLoss
-from weft.parallel.tensor.linear import ColumnParallelLinear
-from weft.parallel.tensor.vocab import VocabularyShard
 from weft.schedule.actions import Table
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
@@ -44,8 +43,8 @@ def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan, *, device: s
 
 def _output_of(proj: nn.Module, *, is_ahead: bool) -> HeadOutput:
     match proj:
-        case ColumnParallelLinear():
-            return ChunkedLosses(VocabularyShard(proj), is_ahead)
+        case HasVocabulary():
+            return ChunkedLosses(proj.vocabulary(), is_ahead)
         case nn.Linear():
             return ChunkedLosses(WholeVocabulary(), is_ahead)
         case _:  # row-parallel: its logits are whole

@@ -16,6 +16,7 @@ from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
+from weft.parallel.tensor.vocabulary_shard import VocabularyShard
 from weft.parallel.tp import AXIS
 
 
@@ -97,6 +98,10 @@ class ColumnParallelLinear(MarkedLayer):
         if self.gather_output:
             return self._gathered(y)
         return y
+
+    def vocabulary(self) -> VocabularyShard:
+        """Its output features as entries of a vocabulary."""
+        return VocabularyShard(self.region.comm, self.region.axis, self.out_features)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input and the weight of this rank's product, for one who computes it in another way."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.core.attention_mask import ALL_FEATURES, Feature
-from weft.models.common.attention import AttentionSpec
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import adapter_input

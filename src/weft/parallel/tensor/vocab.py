@@ -18,12 +18,11 @@ from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.mesh import Axis, axis_names
 from weft.models.common.batch import IGNORE, Batch
-from weft.models.common.head_output import WholeVocabulary, check_within
+from weft.models.common.head_output import check_within
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
-from weft.parallel.tensor.linear import ColumnParallelLinear
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
@@ -126,44 +125,6 @@ class VocabParallelLoss(nn.Module):
         return vocab_cross_entropy(
             logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
         )
-
-
-class VocabularyShard(WholeVocabulary):
-    """The entries of the vocabulary that this rank holds, for a head that computes losses chunk by
-    chunk: two all-reduces of one number a token in each chunk.
-
-    Args:
-        proj: the head's projection, of any rank's shard.
-    """
-
-    def __init__(self, proj: ColumnParallelLinear) -> None:
-        region = proj.region
-        self.comm = region.comm
-        self.axis = region.axis
-        self.vocab = proj.out_features
-        self.degree = self.comm.degree(self.axis)
-        self.lo, _ = span(self.vocab, self.degree, self.comm.index(self.axis))
-
-    def most_entries(self, weight_VD: Tensor) -> int:
-        """Those of the first rank."""
-        return -(-self.vocab // self.degree)
-
-    def num_entries(self, weight_VD: Tensor) -> int:
-        """Entries of the whole vocabulary."""
-        return self.vocab
-
-    def operands(self, proj: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole x, where the region is entered, and this rank's rows of the weight."""
-        assert isinstance(proj, ColumnParallelLinear), "the vocabulary is sharded"
-        return proj.operands(x)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest of each entry over all ranks."""
-        return self.comm.all_reduce(x, self.axis, op="max")
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of each entry over all ranks."""
-        return self.comm.all_reduce(x, self.axis)
 
 
 class VocabParallelPreferenceLoss(PreferenceLoss):

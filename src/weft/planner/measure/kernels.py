@@ -189,9 +189,14 @@ def _attention_sizes(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return batch * heads, num_queries, num_keys, head_size
 
 
+def _is_set(args: Sequence[Any], place: int) -> bool:
+    """Whether an argument is True; arguments at the end that are their defaults are left out."""
+    return len(args) > place and bool(args[place])
+
+
 def _cpu_flash(args: Sequence[Any]) -> int:
     q, k, v = args[:3]
-    causal = bool(args[4]) if len(args) > 4 else False
+    causal = _is_set(args, 4)
     return _attention_flops(q, k, v, causal=causal, products=2)
 
 
@@ -201,13 +206,37 @@ def _cpu_flash_backward(args: Sequence[Any]) -> int:
     return _attention_flops(q, k, v, causal=causal, products=5)
 
 
+def _flash(args: Sequence[Any]) -> int:
+    q, k, v = args[:3]
+    return _attention_flops(q, k, v, causal=_is_set(args, 4), products=2)
+
+
+def _efficient(args: Sequence[Any]) -> int:
+    q, k, v = args[:3]
+    return _attention_flops(q, k, v, causal=_is_set(args, 6), products=2)
+
+
+def _gpu_backward(args: Sequence[Any]) -> int:
+    """Of flash attention and of the memory-efficient kernel."""
+    q, k, v = args[1:4]
+    return _attention_flops(q, k, v, causal=_is_set(args, 11), products=5)
+
+
 ATTENTION_FLOPS: dict[Any, Callable[[Sequence[Any]], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_flash_backward,
+    aten._scaled_dot_product_flash_attention: _flash,
+    aten._scaled_dot_product_flash_attention_backward: _gpu_backward,
+    aten._scaled_dot_product_efficient_attention: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward: _gpu_backward,
 }
 """FLOPs of fused attention. The forward is 2 matrix products (scores, output), the backward 5, of
 which one computes the scores again. Only attended pairs count. Source: Dao 2023 (FlashAttention-2).
 """
 
-FIRST_QUERY = {aten._scaled_dot_product_flash_attention_for_cpu_backward: 1}
+FIRST_QUERY = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
+    aten._scaled_dot_product_flash_attention_backward: 1,
+    aten._scaled_dot_product_efficient_attention_backward: 1,
+}
 """Position of the queries among the arguments, where they are not the first one."""

@@ -11,13 +11,15 @@ from typing import Any
 
 from weft.comm.transport import SharedResults
 from weft.config.lora import adapter_flops
-from weft.config.run import Run, plan_of
+from weft.config.run import Run, hardware_of, plan_of
 from weft.config.schema import MAX_COUNT
+from weft.core.attention_choice import FLASH_CAPABILITY, AttentionDevice
 from weft.core.model_config import ModelConfig
 from weft.data.record_sources import packs_documents
 from weft.layout.plan import Plan
 from weft.layout.utilization import AdapterFlops
 from weft.models import Family
+from weft.models.common.attention_kernels import varlen_with_windows
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.planner.measure.equal_blocks import equal_blocks
 from weft.train.build import StepConfig
@@ -101,6 +103,18 @@ class MeasuredRun:
     def family(self) -> Family:
         """The family of the model, with adapters and loss."""
         return self.config.family
+
+    @property
+    def attention_device(self) -> AttentionDevice | None:
+        """The kind of device that attention is measured for: that of `hardware`, or of `device`;
+        None: a CPU.
+        """
+        hardware = hardware_of(self.run)
+        kind = self.run.device if hardware is None else hardware.device
+        if kind != "cuda":
+            return None
+        has_varlen = varlen_with_windows() is not None
+        return AttentionDevice("cuda", FLASH_CAPABILITY, has_varlen=has_varlen)
 
     def block_kinds(self) -> Mapping[str, str]:
         """Name of a block -> name of the first block that equals it; blocks with tied parameters

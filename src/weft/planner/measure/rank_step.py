@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import SharedMetaTransport
+from weft.core.attention_choice import KernelChoice
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
@@ -23,6 +24,7 @@ from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 from weft.models.common.batch import Batch, example_of, token_example
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
+from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.dropout_blocks import block_as_written
@@ -97,6 +99,7 @@ class RankStep:
             the recorded step; 0 without sites.
         checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
         adapted: FLOPs of frozen weights and adapters.
+        attention: kernels of attention over whole sequences, and why they are chosen.
     """
 
     plan: Plan
@@ -112,6 +115,7 @@ class RankStep:
     outer_bytes: int = 0
     checkpoint_bytes: float = 0.0
     adapted: AdapterFlops = ALL_TRAINED
+    attention: tuple[str, ...] = ()
 
 
 def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
@@ -156,6 +160,10 @@ def measure_rank(
     transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
     comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
+    kernels: dict[KernelChoice, None] = {}
+    for attention in whole_sequence_attentions(step.model.blocks.values()):
+        attention.device = run.attention_device
+        attention.on_choice = kernels.setdefault
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
@@ -164,7 +172,7 @@ def measure_rank(
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
-    return replace(recorded, adapted=run.adapted)
+    return replace(recorded, adapted=run.adapted, attention=tuple(map(str, kernels)))
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:

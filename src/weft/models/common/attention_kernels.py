@@ -13,19 +13,31 @@ out_BHSK and lse_BHS.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.common.dropout import times_factors
+from weft.core.attention_choice import (
+    FLASH_CAPABILITY,
+    AttentionDevice,
+    KernelName,
+    choose_block_kernel,
+)
+from weft.models.common.dropout import has_no_memory
 
 aten: Any = torch.ops.aten
 
 NO_WEIGHT = float("-inf")
+
+CUDNN_CAPABILITY = (9, 0)
+CUDNN_VERSION = 90100
+"""From which on cuDNN's attention is called."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,17 @@ class Scores:
     distance: Tensor | None = None
     factors: Callable[[torch.dtype], Tensor] | None = None
 
-    def dropped(self, weights: Tensor) -> Tensor:
-        """Weights of the softmax, or gradients of them, after dropout."""
-        if self.factors is None:
-            return weights
-        return times_factors(weights, self.factors)
+    @property
+    def change_weights(self) -> bool:
+        """Whether scores or weights are others than those of a fused kernel."""
+        others = (self.softcap, self.head_bias, self.factors)
+        return any(other is not None for other in others)
+
+    def drawn_factors(self, weights: Tensor) -> Tensor | float:
+        """What weights of this type, and their gradients, are multiplied with."""
+        if self.factors is None or has_no_memory(weights):
+            return 1.0
+        return self.factors(weights.dtype)
 
 
 class BlockGradients(NamedTuple):
@@ -81,7 +99,7 @@ class Block(NamedTuple):
 
     def padded(self, size: int) -> Block:
         """With zeros behind each head, up to a head size: they change no score."""
-        return Block(_pad(self.q, size), _pad(self.k, size), _pad(self.v, size))
+        return Block(pad_head(self.q, size), pad_head(self.k, size), pad_head(self.v, size))
 
 
 class BlockOutput(NamedTuple):
@@ -109,13 +127,23 @@ class Kernel(NamedTuple):
     head_unit: int = 1
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums over blocks: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, device: AttentionDevice | None = None
+) -> tuple[Tensor, Tensor]:
     """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
 
     A query that attends to no key has output 0 and lse -inf.
+
+    Args:
+        device: whose kernel has its shapes and memory computed, on the meta device.
     """
-    kernel = _choose_kernel(q, scores)
     block = Block(q, k, v)
+    kernel = _choose_kernel(block, scores, device)
     size = _padded_head_size(kernel, block)
     padded_out, lse = kernel.forward(block.padded(size), scores)
     out = _unpad(padded_out, v)
@@ -127,11 +155,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
     return out, lse
 
 
-def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def attend_backward(
+    block: Block, output: BlockOutput, scores: Scores, *, device: AttentionDevice | None = None
+) -> BlockGradients:
     """The block's part of the gradients, from the output over all blocks."""
-    kernel = _choose_kernel(block.q, scores)
+    kernel = _choose_kernel(block, scores, device)
     size = _padded_head_size(kernel, block)
-    padded_output = BlockOutput(_pad(output.grad, size), _pad(output.out, size), output.lse)
+    padded_output = BlockOutput(pad_head(output.grad, size), pad_head(output.out, size), output.lse)
     padded = kernel.backward(block.padded(size), padded_output, scores)
     return BlockGradients(
         _unpad(padded.q, block.q),
@@ -141,17 +171,57 @@ def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     )
 
 
-def _choose_kernel(q: Tensor, scores: Scores) -> Kernel:
-    others = (scores.softcap, scores.head_bias, scores.factors)
-    if any(other is not None for other in others):
-        return PLAIN
-    if not q.is_cuda:
+def attention_device(x: Tensor) -> AttentionDevice:
+    """The device of a tensor, and what torch offers on it; the meta device stands for a CPU, a
+    tensor without values for one of a GPU of any kind.
+    """
+    if not x.is_cuda:
+        return AttentionDevice("cpu")
+    if has_no_memory(x):
+        return AttentionDevice("cuda", FLASH_CAPABILITY)
+    found = _gpu(x.device)
+    if found.has_cudnn and torch.are_deterministic_algorithms_enabled():
+        return replace(found, has_cudnn=False)  # its backward adds in any order
+    return found
+
+
+@lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> AttentionDevice:
+    capability = torch.cuda.get_device_capability(device)
+    version = torch.backends.cudnn.version() or 0
+    is_new = capability >= CUDNN_CAPABILITY and version >= CUDNN_VERSION
+    return AttentionDevice(
+        "cuda",
+        capability,
+        has_varlen=varlen_with_windows() is not None,
+        has_cudnn=is_new and torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+@lru_cache(maxsize=1)
+def varlen_with_windows() -> Callable[..., Any] | None:
+    """`torch.nn.attention.varlen.varlen_attn`, if this torch has it with windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"window_size", "enable_gqa"} <= set(parameters) else None
+
+
+def _choose_kernel(block: Block, scores: Scores, planned: AttentionDevice | None) -> Kernel:
+    own = attention_device(block.q)
+    device = planned if planned is not None and block.q.is_meta else own
+    name = choose_block_kernel(
+        str(block.q.dtype).removeprefix("torch."),
+        block.head_size,
+        device,
+        has_mask=scores.mask is not None,
+        needs_scores=scores.change_weights,
+    )
+    if name == "flash" and device.kind == "cpu":
         return CPU
-    if q.dtype == torch.float64:
-        return PLAIN
-    if q.dtype == torch.float32 or scores.mask is not None:
-        return CUDA_EFFICIENT
-    return CUDA_FLASH
+    return CUDA_KERNELS[name]
 
 
 def _padded_head_size(kernel: Kernel, block: Block) -> int:
@@ -161,7 +231,8 @@ def _padded_head_size(kernel: Kernel, block: Block) -> int:
     return num_units * unit
 
 
-def _pad(x: Tensor, size: int) -> Tensor:
+def pad_head(x: Tensor, size: int) -> Tensor:
+    """Zeros behind each head, up to a head size."""
     missing = size - x.shape[-1]
     if not missing:
         return x
@@ -234,6 +305,34 @@ def _flash_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     return BlockGradients(dq, dk, dv)
 
 
+def _cudnn_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    out, lse_BHS1, *_ = aten._scaled_dot_product_cudnn_attention(
+        *block, None, True, 0.0, scores.causal, False, scale=scores.scale
+    )
+    return out, lse_BHS1.view(out.shape[:3])
+
+
+def _cudnn_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+    no_dropout_state = torch.zeros((), dtype=torch.int64, device=block.q.device)
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        output.grad,
+        *block,
+        output.out,
+        output.lse.contiguous().unsqueeze(-1),
+        no_dropout_state,
+        no_dropout_state,
+        None,
+        None,
+        None,
+        block.q.shape[2],
+        block.k.shape[2],
+        0.0,
+        scores.causal,
+        scale=scores.scale,
+    )
+    return BlockGradients(dq, dk, dv)
+
+
 EFFICIENT_ROWS = 32
 """The memory-efficient kernel keeps lse in rows of a multiple of this."""
 EFFICIENT_BIAS = 16
@@ -300,11 +399,24 @@ def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> Bl
     return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k))
 
 
+def _per_key_head(x_BHQK: Tensor, num_key_heads: int) -> Tensor:
+    """Rows of the queries that share a head of keys, one head after another: [B, G, H/G Q, K]. One
+    product then serves all of them, and sums their gradients.
+    """
+    by_key_head: Tensor = x_BHQK.unflatten(1, (num_key_heads, -1))
+    return by_key_head.flatten(2, 3)
+
+
+def _per_query_head(x_BGRK: Tensor, num_queries: int) -> Tensor:
+    """And back."""
+    by_query_head: Tensor = x_BGRK.unflatten(2, (-1, num_queries))
+    return by_query_head.flatten(1, 2)
+
+
 def _raw_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """Before soft-cap, bias and mask: [B, H, Sq, Sk]."""
-    k_per_query = _repeat_heads(k, q)
-    dots = q @ k_per_query.transpose(-1, -2)
-    return dots * scores.scale
+    dots = _per_key_head(q, k.shape[1]) @ k.transpose(-1, -2)
+    return _per_query_head(dots, q.shape[2]).to(wide_dtype(q.dtype)) * scores.scale
 
 
 def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
@@ -326,27 +438,34 @@ def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
 
 def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = block
-    wide = torch.promote_types(q.dtype, torch.float32)
-    raw = _raw_scores(q, k, scores).to(wide)
+    raw = _raw_scores(q, k, scores)
     final = _final_scores(raw, scores)
     lse = final.logsumexp(-1)
-    weights = scores.dropped(final.softmax(-1)).to(v.dtype)
-    out = weights @ _repeat_heads(v, q)
-    return out, lse
+    weights = final.softmax(-1)
+    if scores.factors is not None:
+        weights = weights * scores.drawn_factors(weights)
+    weights = weights.to(v.dtype)
+    out = _per_key_head(weights, v.shape[1]) @ v
+    return _per_query_head(out, q.shape[2]), lse
 
 
 def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     q, k, v = block
     grad, out, lse = output
     wide = lse.dtype
-    k_per_query = _repeat_heads(k, q)
-    v_per_query = _repeat_heads(v, q)
-    raw = _raw_scores(q, k, scores).to(wide)
+    num_queries, num_key_heads = q.shape[2], k.shape[1]
+    raw = _raw_scores(q, k, scores)
     final = _final_scores(raw, scores)
     weights = torch.exp(final - lse.unsqueeze(-1))
-    dweights = scores.dropped((grad @ v_per_query.transpose(-1, -2)).to(wide))
-    dots = (grad * out).to(wide)
+    rows_of_grad = _per_key_head(grad, num_key_heads)
+    dweights = _per_query_head(rows_of_grad @ v.transpose(-1, -2), num_queries).to(wide)
+    dots = grad.to(wide) * out
     mean_dweights = dots.sum(-1, keepdim=True)
+    dropped = weights
+    if scores.factors is not None:
+        factors = scores.drawn_factors(weights)
+        dropped = weights * factors
+        dweights = dweights * factors
     dfinal = weights * (dweights - mean_dweights)
     dhead_bias: Tensor | None = None
     if scores.head_bias is not None and scores.distance is not None:
@@ -357,12 +476,14 @@ def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
         capped = torch.tanh(raw / scores.softcap)
         slope = 1 - capped.square()
         draw = dfinal * slope
-    dscaled = (draw * scores.scale).to(q.dtype)
-    dq = dscaled @ k_per_query
-    dk_per_query = dscaled.transpose(-1, -2) @ q
-    narrow_weights = scores.dropped(weights).to(q.dtype)
-    dv_per_query = narrow_weights.transpose(-1, -2) @ grad
-    return BlockGradients(dq, _sum_heads(dk_per_query, k), _sum_heads(dv_per_query, v), dhead_bias)
+    dscaled = _per_key_head((draw * scores.scale).to(q.dtype), num_key_heads)
+    narrow_weights = _per_key_head(dropped.to(q.dtype), num_key_heads)
+    return BlockGradients(
+        _per_query_head(dscaled @ k, num_queries),
+        dscaled.transpose(-1, -2) @ _per_key_head(q, num_key_heads),
+        narrow_weights.transpose(-1, -2) @ rows_of_grad,
+        dhead_bias,
+    )
 
 
 CPU = Kernel(_cpu_forward, _cpu_backward)
@@ -371,9 +492,17 @@ too.
 """
 CUDA_FLASH = Kernel(_flash_forward, _flash_backward, head_unit=8)
 """bfloat16 and float16 without a mask; fewer key heads."""
+CUDA_CUDNN = Kernel(_cudnn_forward, _cudnn_backward, head_unit=8)
+"""As flash, faster from Hopper on."""
 CUDA_EFFICIENT = Kernel(_efficient_forward, _efficient_backward, head_unit=8)
 """float32 and 16-bit types, with a mask as a bias; as many key heads as query heads."""
 PLAIN = Kernel(_plain_forward, _plain_backward)
 """Every feature, with all scores of the block in memory: what no fused kernel computes, and the
 reference in tests.
 """
+CUDA_KERNELS: Mapping[KernelName, Kernel] = {
+    "flash": CUDA_FLASH,
+    "cudnn": CUDA_CUDNN,
+    "efficient": CUDA_EFFICIENT,
+    "plain": PLAIN,
+}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.parallel.context import kernels
-from weft.parallel.context.kernels import Block, BlockOutput, Kernel, Scores
+from weft.models.common import attention_kernels as kernels
+from weft.models.common.attention_kernels import Block, BlockOutput, Kernel, Scores
 
 
 def block_mask(num_queries: int, num_keys: int) -> Tensor:
@@ -95,6 +95,8 @@ def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
     [
         (kernels.CUDA_FLASH, "full"),
         (kernels.CUDA_FLASH, "causal"),
+        (kernels.CUDA_CUDNN, "full"),
+        (kernels.CUDA_CUDNN, "causal"),
         (kernels.CUDA_EFFICIENT, "full"),
         (kernels.CUDA_EFFICIENT, "causal"),
         (kernels.CUDA_EFFICIENT, "mask"),
