@@ -25,7 +25,6 @@ from weft.models.common.head_output import (
 from weft.models.common.layers import Loss
 from weft.parallel.model.chunked_losses import most_in_flight
 from weft.parallel.tensor.linear import ColumnParallelLinear
-from weft.parallel.tensor.vocabulary_shard import VocabularyShard
 from weft.start.prove_run import prove_config
 from weft.testing import run_ranks
 
@@ -160,7 +159,7 @@ def test_of_a_sharded_vocabulary(mesh, sequence, is_ahead):
         if sequence:
             x = x.chunk(degree, 1)[index]
         x = x.clone().requires_grad_()
-        shard = VocabularyShard(proj)
+        shard = proj.vocabulary()
         x_BSD, weight = shard.operands(proj, x)
         losses = ChunkedLosses(shard, is_ahead).losses(x_BSD, weight, proj.bias, case.targets)
         of_sum(losses).backward()
@@ -181,7 +180,7 @@ def test_a_sharded_vocabulary_sends_three_numbers_a_token():
         x = torch.randn(1, 10, 4)
         counter = Counter()
         comm.observers = (counter,)
-        shard = VocabularyShard(proj)
+        shard = proj.vocabulary()
         targets = torch.zeros(1, 10, dtype=torch.int64)
         losses = ChunkedLosses(shard, True).losses(x, proj.weight, None, targets)
         losses.sum().backward()

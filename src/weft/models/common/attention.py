@@ -32,6 +32,7 @@ from weft.models.common.batch import Batch
 from weft.models.common.block_attention import SequenceAttention
 from weft.models.common.dropout import attention_draws, has_no_memory
 from weft.models.common.seam import check_declared, check_supported
+from weft.models.common.uncompiled import left_out
 from weft.models.common.varlen_attention import DocumentLengths, varlen_attention
 
 
@@ -107,6 +108,7 @@ class Chosen(NamedTuple):
     kernel: KernelName
 
 
+@left_out
 def _in_parts(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
@@ -129,9 +131,6 @@ def _in_parts(
     blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
     attention = SequenceAttention(spec, blocks, documents, device)
     return attention(q_BSHK, k_BSGK, v_BSGW)
-
-
-_in_parts._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled graphs would be of one batch alone
 
 
 def _by_torch(

@@ -12,6 +12,7 @@ from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.compilation import KEY, NOT_COMPILED, OFF
 from weft.models.common.batch import Batch
 from weft.models.common.buffer_updates import updates_buffers
+from weft.models.common.uncompiled import leave_out
 
 Forward = Callable[[Any, Batch], Any]
 MOST_KINDS = 64
@@ -95,6 +96,7 @@ def _compile(forward: Forward, device: torch.device) -> Forward:
     from torch._dynamo import config as dynamo  # late: 800 modules
     from torch._inductor import config as inductor
 
+    leave_out()
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
     if device.type == "cpu":
         inductor.compile_threads = 1  # else in processes that it starts
