@@ -48,7 +48,7 @@ def test_a_rank_that_fails_ends_the_calls_of_the_others(transport):
 @pytest.mark.parametrize("transport", thread_transports())
 def test_a_rank_that_does_not_join_is_named(transport):
     """It has returned, or it computes for longer than the time-out."""
-    with pytest.raises(CommTimeout, match="all_reduce.* rank 1 ") as caught:
+    with pytest.raises(CommTimeout, match=r"all_reduce.* rank 1 ") as caught:
         run_ranks(
             "dp2",
             lambda comm: comm.rank == 1 or comm.all_reduce(torch.ones(2), "dp"),
@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_join_is_named(transport):
         if comm.rank == 1:
             return is_over.wait(30)
         try:
-            with pytest.raises(CommTimeout, match="all_reduce.* rank 1 "):
+            with pytest.raises(CommTimeout, match=r"all_reduce.* rank 1 "):
                 comm.all_reduce(torch.ones(2), "dp")
         finally:
             is_over.set()

@@ -27,7 +27,6 @@ from weft.core.dimension import (
 )
 from weft.core.mesh import Mesh
 
-
 KNOWN = ("site", "pp", "dp", "fsdp", "ep", "cp", "tp")
 
 
@@ -59,13 +58,7 @@ def test_an_axis_of_local_updates_is_in_no_equality_with_one_device() -> None:
 
 
 def test_each_logical_axis_is_sharded_over_one_mesh_axis() -> None:
-    own = {
-        "heads": "tp",
-        "kv_heads": "tp",
-        "ffn": "tp",
-        "vocab": "tp",
-        "experts": "ep",
-    }
+    own = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "vocab": "tp", "experts": "ep"}
     assert default_sharding_rule().items() >= own.items()
     logical_axes = [axis for dimension in dimensions().values() for axis in dimension.params]
     assert len(logical_axes) == len(set(logical_axes))
