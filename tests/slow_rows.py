@@ -67,8 +67,8 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "ring_attention.py",
     ),
     "generate/test_after_training.py::test_a_model_on_its_training_layout_generates_the_plain_models_text": (
-        "llama3-cp2 tp2-options9",
-        "gpt2-cp2 tp2-options10",
+        "llama3-cp2 tp2-ring",
+        "gpt2-cp2 tp2-allgather True",
     ),
     "generate/test_after_training.py::test_texts_between_steps_do_not_change_the_training_by_a_bit": (
         "cp2 tp2 with ring attention",

@@ -1,5 +1,7 @@
 """The conformance suite over every transport between threads that is found, and the shapes and dtypes of the meta transport."""
 
+import threading
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.core.mesh import Mesh
 from weft.core.transports import thread_transports
-from weft.errors import LaunchError
+from weft.errors import CommError, CommTimeout, LaunchError, MismatchError
 from weft.testing import run_ranks
 from weft.testing.conformance import CHECKS, conform
 
@@ -23,6 +25,58 @@ INDEPENDENT_OF_OTHER_RANKS = ("is_completed", "of its own")
 def test_every_transport_between_threads_that_is_found_conforms(check, transport, mesh):
     counts = run_ranks(mesh, lambda comm: conform(comm, check), transport=transport)
     assert min(counts) > 0
+
+
+@pytest.mark.parametrize("transport", thread_transports())
+def test_a_rank_that_fails_ends_the_calls_of_the_others(transport):
+    ended = []
+
+    def rank(comm):
+        if comm.rank == 1:
+            raise ValueError("this rank is broken")
+        try:
+            comm.all_reduce(torch.ones(2), "dp" if comm.rank else "tp")
+        except CommError:
+            ended.append(comm.rank)
+            raise
+
+    with pytest.raises(ValueError, match="this rank is broken"):
+        run_ranks("dp2 tp2", rank, transport=transport)
+    assert sorted(ended) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("transport", thread_transports())
+def test_a_rank_that_does_not_join_is_named(transport):
+    """It has returned, or it computes for longer than the time-out."""
+    with pytest.raises(CommTimeout, match=r"all_reduce.* rank 1 ") as caught:
+        run_ranks(
+            "dp2",
+            lambda comm: comm.rank == 1 or comm.all_reduce(torch.ones(2), "dp"),
+            transport=transport,
+        )
+    assert "rank 0 (dp0)" in str(caught.value.__notes__)
+    is_over = threading.Event()
+
+    def rank(comm):
+        if comm.rank == 1:
+            return is_over.wait(30)
+        try:
+            with pytest.raises(CommTimeout, match=r"all_reduce.* rank 1 "):
+                comm.all_reduce(torch.ones(2), "dp")
+        finally:
+            is_over.set()
+        return True
+
+    assert run_ranks("dp2", rank, transport=transport, timeout_s=1.0) == [True, True]
+
+
+@pytest.mark.parametrize("transport", thread_transports())
+def test_every_rank_of_calls_that_differ_raises(transport):
+    def rank(comm):
+        with pytest.raises(MismatchError, match="rank 1: barrier"):
+            comm.barrier("dp") if comm.rank == 1 else comm.all_reduce(torch.ones(2), "dp")
+
+    run_ranks("dp2", rank, transport=transport)
 
 
 def test_threads_are_found_and_another_name_is_rejected_with_those_that_are_there():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -26,35 +27,39 @@ from weft.core.dimension import (
 )
 from weft.core.mesh import Mesh
 
+KNOWN = ("site", "pp", "dp", "fsdp", "ep", "cp", "tp")
+
+
+def known(axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of weft's own dimensions: a file that is added to `weft.parallel` changes no test."""
+    return tuple(axis for axis in axes if axis in KNOWN)
+
 
 def test_dimensions_are_found_outermost_first() -> None:
-    assert all_axes() == ("site", "pp", "dp", "fsdp", "ep", "cp", "tp")
+    assert known(all_axes()) == KNOWN
+    assert list(dimensions()) == sorted(dimensions(), key=lambda axis: dimensions()[axis].nesting)
 
 
 def test_roles_follow_from_the_records() -> None:
     assert (pipeline_axis(), data_axis()) == ("pp", "dp")
-    assert sequence_axes() == ("site", "dp", "fsdp", "ep")
-    assert position_axes() == ("cp",)
-    assert token_axes() == ("site", "dp", "fsdp", "ep", "cp")
-    assert replicated_axes() == activation_axes() == ("tp",)
-    assert uneven_axes() == {"vocab"}
+    assert known(sequence_axes()) == ("site", "dp", "fsdp", "ep")
+    assert known(position_axes()) == ("cp",)
+    assert known(token_axes()) == ("site", "dp", "fsdp", "ep", "cp")
+    assert known(replicated_axes()) == known(activation_axes()) == ("tp",)
+    assert uneven_axes() >= {"vocab"}
 
 
 def test_an_axis_of_local_updates_is_in_no_equality_with_one_device() -> None:
-    assert local_update_axes() == ("site",)
-    assert exact_axes() == ("pp", "dp", "fsdp", "ep", "cp", "tp")
+    assert known(local_update_axes()) == ("site",)
+    assert known(exact_axes()) == ("pp", "dp", "fsdp", "ep", "cp", "tp")
+    assert not set(local_update_axes()) & set(exact_axes())
     mesh = Mesh.parse("site2 dp2 tp2")
     assert data_axes(mesh) == gradient_axes(mesh, varies=data_axes(mesh), sharded=()) == ("dp",)
 
 
 def test_each_logical_axis_is_sharded_over_one_mesh_axis() -> None:
-    assert default_sharding_rule() == {
-        "heads": "tp",
-        "kv_heads": "tp",
-        "ffn": "tp",
-        "vocab": "tp",
-        "experts": "ep",
-    }
+    own = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "vocab": "tp", "experts": "ep"}
+    assert default_sharding_rule().items() >= own.items()
     logical_axes = [axis for dimension in dimensions().values() for axis in dimension.params]
     assert len(logical_axes) == len(set(logical_axes))
 

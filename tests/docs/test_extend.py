@@ -16,7 +16,8 @@ import pytest
 import weft
 from tests.programs import ProgramServer
 
-PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extend.md"
 SOURCES = Path(weft.__file__).parents[1]
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -50,6 +51,16 @@ def sections() -> dict[str, Section]:
     return found
 
 
+def add_files(section: Section, folder: Path) -> None:
+    """A copy of the sources below `folder`, and the files of the section."""
+    shutil.copytree(SOURCES, folder / "src")
+    for name, text in section.files.items():
+        path = folder / name
+        assert not path.exists(), f"{name} would change an existing file"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def python() -> Iterator[ProgramServer]:
     """Python with torch imported, and without weft: each program imports its own copy."""
@@ -61,6 +72,9 @@ def python() -> Iterator[ProgramServer]:
 def run(python: ProgramServer, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """One command of the page, with the sources below `folder`."""
     environ = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "80"}
+    if words[0] == "pytest":
+        environ |= {"PYTEST_ADDOPTS": "-n 0 -p no:cacheprovider -m 'not slow'"}
+        return python.run("", *words[1:], module="pytest", environ=environ, folder=ROOT)
     if words[0] == "weft":
         return python.run("", *words[1:], module="weft", environ=environ, folder=folder)
     assert words[0] == "python"
@@ -85,20 +99,32 @@ def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     title: str, tmp_path: Path, python: ProgramServer
 ) -> None:
     section = sections()[title]
-    shutil.copytree(SOURCES, tmp_path / "src")
-    for name, text in section.files.items():
-        path = tmp_path / name
-        assert not path.exists(), f"{name} would change an existing file"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    add_files(section, tmp_path)
     in_package = [PurePosixPath(name) for name in section.files if name.startswith("src/")]
     place = PurePosixPath(PLACES[title])
     assert all(path == place or place in path.parents for path in in_package)
-    assert section.commands
-    for words in section.commands:
+    commands = [words for words in section.commands if words[0] != "pytest"]
+    assert commands
+    for words in commands:
         done = run(python, words, tmp_path)
         output = f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("title", PLACES)
+def test_the_tests_of_the_page_find_the_extension_and_pass(
+    title: str, tmp_path: Path, python: ProgramServer
+) -> None:
+    section = sections()[title]
+    add_files(section, tmp_path)
+    (words,) = [words for words in section.commands if words[0] == "pytest"]
+    done = run(python, [*words, "-rA"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    added = {"A parallel dimension": "rp2"}.get(title, Path(PLACES[title]).stem)
+    passed = [line for line in done.stdout.splitlines() if line.startswith("PASSED")]
+    assert sum(added in line for line in passed) >= 4, done.stdout
 
 
 def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path, python: ProgramServer) -> None:

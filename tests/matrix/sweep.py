@@ -65,6 +65,28 @@ def family_cases() -> Iterator[Case]:
             yield case
 
 
+BESIDE = (
+    Case(""),
+    Case("tp2", sequence=True),
+    Case("pp2 dp2", zero=1),
+    Case("dp2", zero=3),
+    Case("cp2 tp2"),
+)
+"""Layouts that each discovered dimension is added to."""
+
+
+def dimension_cases(axis: str) -> Iterator[Case]:
+    """Layouts with two ranks along `axis`, each of a small dense family, else of the first that
+    supports it.
+    """
+    families = (*GRID_FAMILIES, *TEXT_FAMILIES)
+    for layout in BESIDE:
+        mesh = f"{axis}2 {layout.mesh}".strip()
+        if layout.grid.degree(axis) == 1:
+            cases = (replace(layout, mesh=mesh, family=family) for family in families)
+            yield from itertools.islice(filter(fits, cases), 1)
+
+
 def all_meshes(most_ranks: int, axes: Sequence[str]) -> Iterator[Mesh]:
     """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left
     out.

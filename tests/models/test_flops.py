@@ -10,6 +10,7 @@ from tests.sampling import sampled
 from tests.small_models import TEXT_FAMILIES, small_config
 from weft.core.model_config import ModelConfig
 from weft.models import PRESETS, family
+from weft.models.common.attention import Attend
 from weft.models.common.batch import chain, image_batch, token_batch, with_later_targets
 from weft.models.common.decoder_config import DecoderConfig, attention_flops
 from weft.models.deepseek import config as deepseek
@@ -48,6 +49,19 @@ def test_flops_of_each_block_equal_torchs_count(name: str):
         is_attention = spec.is_layer or spec.name == "mtp0"
         masked = masked_flops(cfg, index - 1) if is_attention else 0.0
         assert counter.get_total_flops() == NUM * (spec.flops + masked), spec.name
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_the_config_and_the_attention_of_a_layer_have_the_same_window(name: str):
+    """FLOPs and memory follow from that of the config."""
+    cfg = small_config(name)
+    if not isinstance(cfg, DecoderConfig):
+        pytest.skip("its config has no windows")
+    with torch.device("meta"):
+        blocks = family(name).blocks(cfg)
+    for layer in range(cfg.layers):
+        seams = [seam for seam in blocks[f"layer{layer}"].modules() if isinstance(seam, Attend)]
+        assert [seam.mask.window for seam in seams] == [cfg.window_of(layer)], layer
 
 
 def masked_flops(cfg: ModelConfig, layer: int) -> float:
