@@ -53,11 +53,13 @@ def update_buffers(module: nn.Module, *values: Tensor) -> None:
 
 
 def _hand_over(module: nn.Module, values: tuple[Tensor, ...]) -> None:
-    """Record values that nothing changes any more, or call the method with them."""
+    """Record values that nothing changes any more, or call the method with them; not on the meta
+    device, where there are none.
+    """
     records: BufferRecords | None = vars(module).get(RECORDS)
     if records is not None:
         records.add(module, values)
-    elif module.training:
+    elif module.training and not any(value.is_meta for value in values):
         apply_update(module, values)
 
 
