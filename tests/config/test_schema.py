@@ -253,7 +253,7 @@ def test_each_rank_of_tp_has_an_entry_of_the_vocabulary(vocab: int, num_faults: 
     words = (
         f"--model.heads 6 --model.kv_heads 3 --model.ffn 33 --model.dim 24 --model.vocab {vocab}"
     )
-    model = load(words.split(), FAMILIES).run.model
+    model = load(words.split(), FAMILIES).model
     faults = list(layout_rules.axis_divides(Mesh.parse("tp3"), model, "tp"))
     assert len(faults) == num_faults
     assert all("tp3 has more ranks than the model's vocab" in fault.what for fault in faults)
