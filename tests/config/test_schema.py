@@ -13,6 +13,7 @@ from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.config.run import Run
 from weft.config.validate import config_checks
+from weft.core.mesh import Mesh
 from weft.errors import Fault
 from weft.models import FAMILIES
 
@@ -245,3 +246,14 @@ def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
 
 def test_run_is_the_base_of_every_familys_run():
     assert isinstance(read("--model.name", "mnist"), Run)
+
+
+@pytest.mark.parametrize(("vocab", "num_faults"), [(2, 1), (3, 0)])
+def test_each_rank_of_tp_has_an_entry_of_the_vocabulary(vocab: int, num_faults: int) -> None:
+    words = (
+        f"--model.heads 6 --model.kv_heads 3 --model.ffn 33 --model.dim 24 --model.vocab {vocab}"
+    )
+    model = load(words.split(), FAMILIES).model
+    faults = list(layout_rules.axis_divides(Mesh.parse("tp3"), model, "tp"))
+    assert len(faults) == num_faults
+    assert all("tp3 has more ranks than the model's vocab" in fault.what for fault in faults)

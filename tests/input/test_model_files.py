@@ -128,6 +128,13 @@ CASES: dict[str, tuple[str, str, str]] = {
         "        self.calls += 1",
         "layer0.calls: is changed by update_buffers, and is no buffer",
     ),
+    "an update that reads a parameter": (
+        FORWARD,
+        f"import weft; weft.update_buffers(self, x.mean()); {FORWARD}\n"
+        "    def update_buffers(self, mean):\n"
+        "        self.up.weight.sum()",
+        "layer0.up.weight: is read by update_buffers",
+    ),
     "BatchNorm without statistics": (
         FORWARD,
         "return x + self.down(F.relu(self.up(x - x.mean(dim=(0, 1)))))",

@@ -134,6 +134,24 @@ class ProductByHand(InlineMLP):
         return self.up(y) @ self.down.weight.t()
 
 
+class ShardedUpdate(InlineMLP):
+    """Before, each rank's buffer had the mean of its own features."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def mlp(self, y: Tensor) -> Tensor:
+        hidden = self.up(y)
+        weft.update_buffers(self, hidden.mean((0, 1)))
+        return self.down(hidden) + self.mean
+
+    def update_buffers(self, mean: Tensor) -> None:
+        self.mean.copy_(mean.mean())
+
+
 class DoubledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -168,6 +186,7 @@ REJECTED: dict[Callable[[], nn.Module], str] = {
     HalfOfSharded: "slice of a sharded dim",
     ProductByHand: "sums over a sharded dim outside a row-parallel nn.Linear",
     OwnLinear: "DoubledLinear overrides Linear.forward",
+    ShardedUpdate: "a sharded value is handed to weft.update_buffers",
 }
 
 

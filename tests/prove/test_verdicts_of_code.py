@@ -59,3 +59,10 @@ def test_code_that_cannot_be_hashed_is_proved_at_each_start(source_of_verdict):
         "cannot be hashed: variable THING (notebook): _io.TextIOWrapper"
         in proof_event(verdicts[0] | {"seconds": 1.0})["text"]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "is_proved"), [("", False), ("--compile blocks", True), ("--mesh dp2", True)]
+)
+def test_one_rank_is_proved_where_it_compiles_blocks(words, is_proved):
+    assert proof_before.is_proved(load(words.split(), FAMILIES), {}) == is_proved

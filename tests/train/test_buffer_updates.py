@@ -83,6 +83,17 @@ def test_elsewhere_buffers_are_updated_at_once_and_not_in_evaluation() -> None:
     assert not module.number.requires_grad
 
 
+def test_without_values_the_method_is_not_called() -> None:
+    """It may read the numbers in its buffers, such as the place in a queue."""
+    with torch.device("meta"):
+        module = Digits()
+    number = module.number
+    module.update_buffers = lambda digit: number.item()  # type: ignore[method-assign, assignment, return-value]
+    module(torch.ones((), device="meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        module.update_buffers(number)
+
+
 @pytest.mark.parametrize("num_runs", [1, 4])
 def test_updates_are_made_in_the_order_of_the_samples(num_runs: int) -> None:
     def rank(comm: Comm) -> tuple[float, int]:

@@ -137,6 +137,12 @@ def in_tokens(line: str, found: str, *words: str) -> Deceiving:
     return Deceiving(((IN_TOKENS, f"        {line}\n{IN_TOKENS}"),), found, words)
 
 
+SCORES = """class Scores(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze(-1)
+
+
+"""
 DRAWS = "its forward draws random numbers"
 KEEPS = "keeps state outside its parameters"
 CP = ("--mesh", "cp2")
@@ -279,6 +285,13 @@ MODELS = {
     "random in a large model": in_layer("x = x * random.random()", f"layer0: {DRAWS}", *LARGE),
     "a batch's mean in a large model": in_layer(
         "x = x - x.mean(0)", "layer0: computes a sequence differently", *LARGE
+    ),
+    "scores in place of logits": Deceiving(
+        (
+            ("def blocks(c):", f"{SCORES}def blocks(c):"),
+            ("nn.Linear(c.dim, c.vocab)}", "Scores(c.dim, 1)}"),
+        ),
+        "the last output: has no dim of classes",
     ),
 }
 """What a model depends on -> the model."""

@@ -37,9 +37,17 @@ def axes_divide(mesh: Mesh, model: ModelConfig) -> Iterator[Fault]:
 
 
 def axis_divides(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterator[Fault]:
-    """The logical axes that one mesh axis shards divide by its degree."""
+    """The logical axes that one mesh axis shards divide by its degree; those whose parts may have
+    different lengths have an entry for each rank.
+    """
     degree = mesh.degree(mesh_axis)
     sizes = sharded_sizes(model, mesh_axis)
+    for axis in dimensions()[mesh_axis].uneven:
+        size = model.axis_sizes().get(axis, degree)
+        if size < degree:
+            what = f"{mesh_axis}{degree} has more ranks than the model's {axis} has entries"
+            fix = f"a mesh with at most {mesh_axis}{size}"
+            yield Fault("mesh", what, got=f"{size} {axis}", need=f"{degree} or more", fix=fix)
     uneven = [axis for axis, size in sizes.items() if size % degree]
     if not uneven:
         return

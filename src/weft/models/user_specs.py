@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout_mode import run_block
+from weft.models.common.head_output import takes_token_losses
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 
 
@@ -58,12 +59,14 @@ def measure_blocks(
     """Run the chain on the meta device; output shape and FLOPs of each block.
 
     Raises:
-        PlanError: a block's forward fails.
+        PlanError: a block's forward fails, or the cross entropy gets no logits.
     """
     keep_compiler_unimported()
     found: dict[str, MeasuredBlock] = {}
     x: Any = batch.inputs
     for block_name, block in blocks.items():
+        if takes_token_losses(block):
+            _check_logits(x, batch, name=name)
         counter = FlopCount()
         try:
             with torch.no_grad(), counter, warnings.catch_warnings():
@@ -82,6 +85,20 @@ def measure_blocks(
             shape = tuple(x.shape)
         found[block_name] = MeasuredBlock(shape, counter.total, _parts_of(x, len(batch.inputs)))
     return found
+
+
+def _check_logits(x: Any, batch: Batch, *, name: str) -> None:
+    """Reject outputs with the dims of the targets, which the cross entropy takes for losses of targets."""
+    dims = batch.targets.dim() + 1
+    if isinstance(x, Tensor) and x.dim() < dims:
+        fault = Fault(
+            f"{name}: the last output",
+            "has no dim of classes, over which the cross entropy is computed",
+            got=f"shape {list(x.shape)}",
+            need=f"{dims} dims",
+            fix="return logits, classes last; for another loss add a last block named loss",
+        )
+        raise PlanError(fault)
 
 
 def _parts_of(out: Any, num: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -74,11 +74,13 @@ class RunningProof:
 
 
 def is_proved(run: Run, environ: Mapping[str, str]) -> bool:
-    """Whether a run is proved before and in its first step: by default where it has several ranks."""
+    """Whether a run is proved before and in its first step: by default where it has several ranks, or
+    blocks that are compiled.
+    """
     mode = run.prove.before
     if mode == "auto":
         mode = environ.get(MODE_VARIABLE, mode)  # type: ignore[assignment]
-    is_alone = run.device_mesh.size == 1
+    is_alone = run.device_mesh.size == 1 and run.compile == "off"
     return mode == "always" or (mode == "auto" and not is_alone)
 
 
@@ -86,7 +88,7 @@ def start_proof(
     run: Run, environ: Mapping[str, str], start_answer: StartAnswer = ForkedAnswer
 ) -> RunningProof | Verdict | None:
     """Start the proof of a run; its verdict where this machine has it; None where nothing is proved:
-    `prove.before` says so, or the run has one rank.
+    `prove.before` says so, or the run has one rank and compiles nothing.
 
     Args:
         start_answer: starts what computes the verdict.

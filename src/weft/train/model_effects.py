@@ -53,6 +53,8 @@ SHARED = "updates buffers, and is a module of two blocks, which may be on two ra
 PARTS = "updates buffers by micro-batches, of which ranks of {axis} have parts"
 NO_BUFFER = "is changed by update_buffers, and is no buffer of its module"
 REGISTER = "register_buffer for all that it changes"
+READS = "is read by update_buffers, at whose time a rank may not hold it"
+HAND_OVER = "have the forward hand over its values: weft.update_buffers(self, ..., parameter)"
 SITES = "updates buffers by all micro-batches of a step, and sites train apart"
 SPARSE = "has sparse gradients, and sums over ranks and shards are of dense ones"
 WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
@@ -161,8 +163,12 @@ class Pure:
         """Updates of buffers with values change these buffers alone; they are undone.
 
         Raises:
-            PlanError: what else they change.
+            PlanError: what else they change, or a parameter that they read.
         """
+        params = {
+            param.untyped_storage()._cdata: path_below(name, path)
+            for path, param in block.named_parameters()
+        }
         for path, of_module in records.take().items():
             module = records.modules[path]
             for values in of_module[0]:
@@ -170,7 +176,7 @@ class Pure:
                     continue
                 names = {path_below(path, key) for key in module._buffers}
                 before = self._state_without(names, block, name)
-                with _kept_buffers(module):
+                with _kept_buffers(module), _ParameterReads(self.label, params):
                     apply_update(module, values)
                     after = self._state_without(names, block, name)
                 changed = changed_name(before, after)
@@ -288,6 +294,35 @@ class _Effects(TorchDispatchMode):
             place = self._kept.get(tensor.untyped_storage()._cdata)
             if place is not None:
                 raise PlanError(Fault(f"{self._label}: {place}", CHANGES, fix=NO_CHANGES))
+        return func(*args, **(kwargs or {}))
+
+
+@uncompiled_mode
+class _ParameterReads(TorchDispatchMode):
+    """Rejects operations on parameters.
+
+    Args:
+        label: of the model, for messages.
+        params: identity of the storage of each parameter -> its name.
+    """
+
+    def __init__(self, label: str, params: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._label = label
+        self._params = params
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation."""
+        for tensor in tensors_in((args, kwargs)):
+            param = self._params.get(tensor.untyped_storage()._cdata)
+            if param is not None:
+                raise PlanError(Fault(f"{self._label}: {param}", READS, fix=HAND_OVER))
         return func(*args, **(kwargs or {}))
 
 

@@ -22,7 +22,7 @@ Note [Buffer updates]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
@@ -53,11 +53,13 @@ def update_buffers(module: nn.Module, *values: Tensor) -> None:
 
 
 def _hand_over(module: nn.Module, values: tuple[Tensor, ...]) -> None:
-    """Record values that nothing changes any more, or call the method with them."""
+    """Record values that nothing changes any more, or call the method with them; not on the meta
+    device, where there are none.
+    """
     records: BufferRecords | None = vars(module).get(RECORDS)
     if records is not None:
         records.add(module, values)
-    elif module.training:
+    elif module.training and not any(value.is_meta for value in values):
         apply_update(module, values)
 
 
@@ -220,6 +222,32 @@ def evaluating(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = True
+
+
+class _NotedUpdates(BufferRecords):
+    """Calls a function with the values of each call, and keeps none."""
+
+    def __init__(self, note: Callable[[tuple[Tensor, ...]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def add(self, module: nn.Module, values: tuple[Tensor, ...]) -> None:
+        """Note the values of one call."""
+        self._note(values)
+
+
+@contextmanager
+def noted_updates(block: nn.Module, note: Callable[[tuple[Tensor, ...]], None]) -> Iterator[None]:
+    """While active, the block updates no buffers: `note` gets the values of each call of `update_buffers`."""
+    modules = updating_modules(block, "").values()
+    before = [vars(module).get(RECORDS) for module in modules]
+    for module in modules:
+        vars(module)[RECORDS] = _NotedUpdates(note)
+    try:
+        yield
+    finally:
+        for module, records in zip(modules, before, strict=True):
+            vars(module)[RECORDS] = records
 
 
 @contextmanager

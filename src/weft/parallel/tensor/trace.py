@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError, first_line
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.buffer_updates import noted_updates
 from weft.models.common.dropout_mode import CallShards
 from weft.models.common.init import path_below
 from weft.parallel.autograd.tree import tensors_in
@@ -33,6 +34,7 @@ UNSHARDED_INPUT = (
     "it has no parameters, so its input must be whole: in AXES name None instead of the sharded "
     "axis ('vocab') in the block before it, and in parameters tied to that"
 )
+WHOLE_UPDATES = "name axes that are not sharded, or hand over values that every rank has"
 DROPOUT_IN_REGION = "no dropout there (of adapters: other lora.targets), or a mesh without tp"
 COMPILED = "torch._dynamo.eval_frame"
 """Module that defines the class of what `torch.compile` makes of a module."""
@@ -159,7 +161,8 @@ class ChainTrace:
             dims = self.trace.value(tensor).dims
             calls.append(call_shards(dims, len(batch.inputs)))
 
-        with NotedDropout(name, note), self.trace, SizesOfShards(self.trace):
+        updates = noted_updates(block, self._check_update)
+        with NotedDropout(name, note), updates, self.trace, SizesOfShards(self.trace):
             x = _run(name, block, x, batch, self.trace)
         self.trace.findings.dropout[name] = tuple(calls)
         if before is None or self._state(block, batch) != before:
@@ -174,6 +177,13 @@ class ChainTrace:
                 value=self.trace.value(x),
             )
         return x
+
+    def _check_update(self, values: tuple[Tensor, ...]) -> None:
+        """Reject values for buffers of which a rank has a part: its buffers would be others."""
+        if any(self.trace.value(value).sharded for value in values):
+            raise ShardingError(
+                "a sharded value is handed to weft.update_buffers", fix=WHOLE_UPDATES
+            )
 
     def _repeat(self, record: BlockRecord, name: str) -> Tensor:
         findings = record.findings.renamed(record.name, name)
