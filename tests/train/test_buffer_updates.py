@@ -23,8 +23,8 @@ from weft.models.common.buffer_updates import (
     record_batch_norm,
     updating_modules,
 )
-from weft.parallel.model.buffers import apply_updates
 from weft.parallel.model.compiled_block import compiled_block
+from weft.parallel.model.recorded_buffers import apply_updates
 from weft.prove.proof import prove
 from weft.prove.subject import Subject
 from weft.testing import run_ranks

@@ -21,9 +21,9 @@ from weft.models import Family
 from weft.models.common.batch import chain
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
-from weft.parallel.model.buffers import with_records
 from weft.parallel.model.dropout_blocks import without_dropout
 from weft.parallel.model.parallelize import ParallelModel, parallelize
+from weft.parallel.model.recorded_buffers import with_records
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP

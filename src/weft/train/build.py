@@ -31,9 +31,9 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import example_of
 from weft.models.common.lora import adapted
 from weft.parallel.local_updates.outer_step import OuterSettings
-from weft.parallel.model.buffers import with_records
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
+from weft.parallel.model.recorded_buffers import with_records
 from weft.train.data_loader import DataLoader
 from weft.train.init_from import (
     check_hf_folder,

@@ -19,8 +19,8 @@ from weft.core.dimension import local_update_axes, plain_data_axes, replicated_a
 from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
 from weft.models.common.batch import Batch
 from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
-from weft.parallel.model.buffers import apply_updates
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.model.recorded_buffers import apply_updates
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.fixed_order import Leaf, exact_sum

@@ -19,7 +19,7 @@ from weft_selftest.mutants import normed_model
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
 FAMILY = normed_model.__name__
-BUFFERS = "weft.parallel.model.buffers"
+BUFFERS = "weft.parallel.model.recorded_buffers"
 RECORDS = "weft.models.common.buffer_updates:BufferRecords"
 NORM = "weft.models.common.buffer_updates:RecordingBatchNorm"
 LAYERS = ("layer*",)

@@ -248,7 +248,7 @@ USER_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "deepseek": ("--model.preset", "deepseek-v3-671b", "--model.mtp_depth", "1"),
         "gemma3": ("--model.preset", "gemma3-1b"),
         "qwen2": ("--model.preset", "qwen2-7b"),
-        "weft_selftest.mutants.normed_model": ("--model.dim", "32"),
+        "weft_selftest.mutants.normed_model": ("--model.dim", "32", "--model.layers", "12"),
     }
 )
 """The model of a user's run, by family."""

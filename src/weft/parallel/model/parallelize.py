@@ -93,7 +93,7 @@ class ParallelModel:
         materialize: allocates the parameters of these names that are on the meta device and gives
             them their starting values.
         buffer_records: of the modules here whose training forward updates buffers; none before
-            `weft.parallel.model.buffers.with_records`.
+            `weft.parallel.model.recorded_buffers.with_records`.
     """
 
     plan: Plan

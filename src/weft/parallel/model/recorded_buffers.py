@@ -1,0 +1,131 @@
+"""Updates of buffers by what the micro-batches of all data ranks have recorded, in the order of the samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.core.dimension import sequence_axes
+from weft.core.mesh import Axis
+from weft.data.order import layout_of
+from weft.errors import Fault, PlanError
+from weft.models.common.buffer_updates import (
+    BufferRecords,
+    Calls,
+    apply_update,
+    record_batch_norm,
+    updating_modules,
+)
+from weft.parallel.model.dropout_blocks import block_as_written
+from weft.parallel.model.parallelize import ParallelModel
+
+
+def with_records(model: ParallelModel) -> ParallelModel:
+    """The model, whose training forwards record what buffers are updated by."""
+    modules: dict[str, nn.Module] = {}
+    for name, wrapped in model.blocks.items():
+        block = block_as_written(wrapped)
+        record_batch_norm(block)
+        modules.update(updating_modules(block, name))
+    return replace(model, buffer_records=BufferRecords(modules))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What one module has recorded in each micro-batch of a rank."""
+
+    name: str
+    calls: tuple[Calls, ...]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All values, in a fixed order."""
+        for calls in self.calls:
+            for values in calls:
+                yield from values
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> _Recorded:
+        """The same calls with the values of another rank."""
+        calls = tuple(
+            [tuple(next(tensors) for _ in values) for values in of_microbatch]
+            for of_microbatch in self.calls
+        )
+        return _Recorded(self.name, calls)
+
+
+def apply_updates(records: BufferRecords, comm: Comm, *, microbatches: int, num_runs: int) -> None:
+    """Update buffers by what all data ranks have recorded in a step, in the order of the samples; see
+    Note [Buffer updates]. Every rank must call it.
+
+    Args:
+        microbatches: of a step, on every data rank.
+        num_runs: groups of data ranks that take consecutive micro-batches, as of the data loader.
+
+    Raises:
+        PlanError: a module has recorded other values in one micro-batch than in another.
+    """
+    recorded = _in_fixed_order(records.take(), microbatches)
+    if not recorded:
+        return
+    axes, degree = sequence_axes(), comm.degree(sequence_axes())
+    of_ranks = _gathered(recorded, comm, axes) if degree > 1 else [recorded]
+    numbers = np.arange(degree * microbatches)
+    placed = {
+        int(number): (rank, own)
+        for rank in range(degree)
+        for own, number in enumerate(
+            layout_of(numbers, index=rank, degree=degree, micro_size=1, outer=num_runs)[:, 0]
+        )
+    }
+    order = [placed[number] for number in sorted(placed)]
+    for place, module_records in enumerate(recorded):
+        module = records.modules[module_records.name]
+        for rank, own in order:
+            for values in of_ranks[rank][place].calls[own]:
+                apply_update(module, values)
+
+
+def _in_fixed_order(taken: dict[str, dict[int, Calls]], microbatches: int) -> list[_Recorded]:
+    """The records of each module, by micro-batch."""
+    found = []
+    for name in sorted(taken):
+        calls = tuple(taken[name].get(number, []) for number in range(microbatches))
+        shapes = [[[value.shape for value in values] for values in each] for each in calls]
+        if shapes.count(shapes[0]) < len(shapes):
+            what = "hands other values to update_buffers in one micro-batch than in another"
+            fix = "in every training forward as many calls, with values of the same shapes"
+            raise PlanError(Fault(name, what, fix=fix))
+        found.append(_Recorded(name, calls))
+    return found
+
+
+def _gathered(recorded: list[_Recorded], comm: Comm, axes: Axis) -> list[list[_Recorded]]:
+    """The records of every rank along `axes`; one message for each dtype."""
+    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for own in recorded:
+        for tensor in own.tensors():
+            alike[tensor.dtype].append(tensor)
+    received: dict[torch.dtype, Tensor] = {}
+    for dtype, tensors in alike.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        received[dtype] = comm.all_gather(flat.unsqueeze(0), axes)
+    found = []
+    for rank in range(comm.degree(axes)):
+        parts = {
+            dtype: iter(received[dtype][rank].split([tensor.numel() for tensor in tensors]))
+            for dtype, tensors in alike.items()
+        }
+        found.append(
+            [
+                own.with_tensors(
+                    next(parts[tensor.dtype]).view(tensor.shape) for tensor in own.tensors()
+                )
+                for own in recorded
+            ]
+        )
+    return found
