@@ -111,6 +111,8 @@ def _run_steps(
     )
     try:
         for event in events:
+            if event["event"] == "save_failed" and event.get("step") == training.step_range.total:
+                event = {**event, "is_last": True}  # training does not continue
             logged: Iterable[Event] = (event,)
             if with_more is not None:
                 logged = with_more(event)
