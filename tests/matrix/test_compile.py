@@ -150,7 +150,9 @@ def test_blocks_with_losses_and_tables_are_left_out() -> None:
     assert isinstance(compiled_block("layer0", Scaled(), drops_out=False), CompiledBlock)
 
 
-def test_a_block_that_drops_out_is_rejected() -> None:
+def test_a_block_that_drops_out_is_rejected_unless_the_choice_is_left_to_weft() -> None:
+    block = Scaled()
+    assert compiled_block("layer0", block, drops_out=True, mode="auto") is block
     with pytest.raises(PlanError, match="layer0 drops out, which compiled blocks do not") as error:
         compiled_block("layer0", Scaled(), drops_out=True)
     assert error.value.faults[0].fix == "--compile off, or dropout 0"

@@ -32,7 +32,6 @@ from weft.models.common.batch import Batch
 from weft.models.common.block_attention import SequenceAttention
 from weft.models.common.dropout import attention_draws, has_no_memory
 from weft.models.common.seam import check_declared, check_supported
-from weft.models.common.uncompiled import left_out
 from weft.models.common.varlen_attention import DocumentLengths, varlen_attention
 
 
@@ -108,7 +107,6 @@ class Chosen(NamedTuple):
     kernel: KernelName
 
 
-@left_out
 def _in_parts(
     q_BSHK: Tensor,
     k_BSGK: Tensor,

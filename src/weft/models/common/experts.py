@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.axes import span_sizes
-from weft.models.common.uncompiled import left_out
 
 DISPATCH = "weft_dispatch"
 """Child of a module that holds experts and sends tokens to them itself."""
@@ -149,7 +148,6 @@ class Dispatch(nn.Module):
         """What an implementation in its place must compute."""
         return frozenset({"dropless"})
 
-    @left_out
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
     ) -> Tensor:

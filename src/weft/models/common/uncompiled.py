@@ -1,4 +1,4 @@
-"""What torch's compiler leaves out, and how it is not imported where nothing is compiled.
+"""Keeps torch's compiler from being imported where nothing is compiled: by shapes and dispatch modes.
 
 Note [No compiler for shapes]
     torch excludes some of its own functions from compilation: most operations on the meta device,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -51,31 +51,6 @@ class UntilCompilerIsImported:
 def keep_compiler_unimported() -> None:
     """Have no operation on the meta device import the compiler; see Note [No compiler for shapes]."""
     _call_plainly(_excluded_functions())
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-_LEFT_OUT: list[Callable[..., Any]] = []
-
-
-def left_out(function: Function) -> Function:
-    """Decorator of a method, or of a function that its own module alone calls: compiled code calls it as
-    it is, since what it does depends on the values of a batch. `leave_out` makes that true.
-    """
-    _LEFT_OUT.append(function)
-    return function
-
-
-def leave_out() -> None:
-    """Exclude what is marked by `left_out`; imports the compiler."""
-    import torch._dynamo
-
-    while _LEFT_OUT:
-        function = _LEFT_OUT.pop()
-        owner: Any = sys.modules[function.__module__]
-        *classes, name = function.__qualname__.split(".")
-        for each in classes:
-            owner = getattr(owner, each)
-        setattr(owner, name, torch._dynamo.disable(function))
 
 
 def uncompiled_mode(mode: type[Mode]) -> type[Mode]:

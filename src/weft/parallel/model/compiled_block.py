@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,26 +10,31 @@ import torch
 from torch import nn
 
 from weft.errors import Fault, PlanError, type_and_message
-from weft.layout.compilation import KEY, NOT_COMPILED, OFF
+from weft.layout.compilation import KEY, NOT_COMPILED, OFF, Compile
+from weft.models.common import attention, experts
 from weft.models.common.batch import Batch
 from weft.models.common.buffer_updates import updates_buffers
-from weft.models.common.uncompiled import leave_out
 
 Forward = Callable[[Any, Batch], Any]
 MOST_KINDS = 64
 """Graphs that the blocks of one class may have: one for each kind of layer and shape of batch."""
 
 
-def compiled_block(name: str, block: nn.Module, *, drops_out: bool) -> nn.Module:
+def compiled_block(
+    name: str, block: nn.Module, *, drops_out: bool, mode: Compile = "blocks"
+) -> nn.Module:
     """The block, compiled; itself if it is one of those that are not.
 
     Args:
-        drops_out: whether its forward has dropout.
+        drops_out: whether its forward has dropout: compiled code would draw masks of its own.
+        mode: "auto": a block with dropout runs as it is written.
 
     Raises:
-        PlanError: it has dropout: compiled code would draw masks of its own.
+        PlanError: it has dropout, and blocks are to be compiled in any case.
     """
     if name in NOT_COMPILED or updates_buffers({name: block}):
+        return block
+    if drops_out and mode == "auto":
         return block
     if drops_out:
         what = f"{name} drops out, which compiled blocks do not do by counter"
@@ -92,11 +98,21 @@ def _call_of(block: nn.Module) -> Forward:
     return call
 
 
+@functools.cache
+def _leave_out() -> None:
+    """Have compiled code call these as they are: what they do depends on the values of a batch, so there
+    would be a graph for each. A mark alone does not make torch's compiler leave a function out.
+    """
+    attention._in_parts = torch.compiler.disable(attention._in_parts)
+    dispatch: Any = experts.Dispatch
+    dispatch.forward = torch.compiler.disable(dispatch.forward)
+
+
 def _compile(forward: Forward, device: torch.device) -> Forward:
     from torch._dynamo import config as dynamo  # late: 800 modules
     from torch._inductor import config as inductor
 
-    leave_out()
+    _leave_out()
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
     if device.type == "cpu":
         inductor.compile_threads = 1  # else in processes that it starts

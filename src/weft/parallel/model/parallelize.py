@@ -189,7 +189,8 @@ def parallelize(
     params = own_named_parameters(blocks, ties_here)
     if plan.compiles_blocks(comm.device.type):
         for name, block in blocks.items():
-            blocks[name] = compiled_block(name, block, drops_out=dropout.may_drop(name, block))
+            drops = dropout.may_drop(name, block)
+            blocks[name] = compiled_block(name, block, drops_out=drops, mode=plan.compile)
     dropping = {
         name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
