@@ -30,7 +30,7 @@ NodePieces = dict[int, Pieces]
 
 
 def text_of(pieces: NodePieces) -> str:
-    """As text for other ranks; see `pieces_in`."""
+    """The pieces as text for other ranks, which `pieces_in` reads."""
     by_step = {step: asdict(held_here) for step, held_here in pieces.items()}
     return json.dumps(by_step)
 

@@ -29,7 +29,7 @@ class Source(Protocol):
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype."""
+        """The dtype in which a tensor is stored."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -126,7 +126,7 @@ class Section:
         return {name: stored.shape for name, stored in self.stored.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype."""
+        """The dtype in which a tensor is stored."""
         return torch_dtype(self._find(name))
 
     def read(self, name: str, box: Box) -> Tensor:

@@ -60,7 +60,7 @@ class CodeIdentity:
         return json.dumps(record, indent=1) + "\n"
 
     def __or__(self, other: CodeIdentity) -> CodeIdentity:
-        """Of both."""
+        """The identity of both pieces of code together."""
         unknown = dict.fromkeys((*self.unknown, *other.unknown))
         return CodeIdentity({**self.parts, **other.parts}, tuple(unknown))
 

@@ -174,7 +174,7 @@ class _Recordings:
     _has_hook: bool = False
 
     def start(self, reads: Reads) -> None:
-        """Open one."""
+        """Record reads into `reads` from now on."""
         with self._lock:
             if not self._has_hook:
                 _add_hook(self._open)
@@ -185,7 +185,7 @@ class _Recordings:
             self._open.append(reads)
 
     def stop(self, reads: Reads) -> None:
-        """Close it."""
+        """Record nothing more into `reads`."""
         with self._lock:
             self._open.remove(reads)
             if not self._open:

@@ -52,7 +52,7 @@ class HashedValue:
 
 
 def short_digest(content: bytes | memoryview) -> str:
-    """SHA-256, shortened."""
+    """The first `DIGITS` hexadecimal digits of the SHA-256 of some bytes."""
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
@@ -101,7 +101,7 @@ def _generator_value(value: GeneratorType[Any, Any, Any]) -> HashedValue:
 
 
 def _array_value(value: Any) -> HashedValue | None:
-    """Of an array of NumPy."""
+    """The hash of an array of NumPy; None for any other value."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return None

@@ -247,7 +247,7 @@ def _all_to_all_of(group: DeviceGroup, call: Call, packed: Tensor) -> BackendCal
 
 
 def broadcast(group: DeviceGroup, call: Call) -> BackendCall:
-    """In place."""
+    """Send the root's output to the outputs of the others, in place."""
     work = group.process_group.broadcast(as_bytes(call.required_output), call.root)
     return backend_call(group.policy, (work,))
 

@@ -261,7 +261,7 @@ class Counter:
         self.traffic: dict[tuple[str, Op], Traffic] = {}
 
     def started(self, op: Operation) -> None:
-        """Count `op`."""
+        """Count the operation."""
         key = (op.axis, op.op)
         one = Traffic(operations=1, payload_bytes=op.payload_bytes, sent_bytes=op.sent_bytes)
         with self._lock:

@@ -27,7 +27,7 @@ def listen() -> socket.socket:
 
 
 def name_of(server: socket.socket) -> str:
-    """Its abstract name."""
+    """The abstract name that a listening socket is bound to."""
     name: bytes = server.getsockname()
     return name.decode("ascii")
 

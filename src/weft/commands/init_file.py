@@ -67,7 +67,7 @@ class NewFileOptions(ConfigSection):
 
 @dataclass(frozen=True)
 class InitQuestion:
-    """One question.
+    """One question that `weft init` asks.
 
     Attributes:
         text: what is asked.
@@ -127,7 +127,7 @@ def _file_of(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _check_new(path: Path) -> None:
-    """Nothing is overwritten.
+    """Check that no file would be overwritten.
 
     Raises:
         UserError: there is such a file, or no folder for it.

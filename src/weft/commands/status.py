@@ -125,7 +125,7 @@ class RunStatus:
     ranks: tuple[RankLine, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The fields."""
+        """The fields as JSON values."""
         return asdict(self)
 
     def lines(self) -> Iterator[str]:

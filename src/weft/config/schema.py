@@ -179,7 +179,7 @@ class AlertConfig(ConfigSection):
 
 
 class BatchConfig(ConfigSection):
-    """Batch sizes."""
+    """Sizes of the global batch and of micro-batches."""
 
     global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
     micro_size: int = Field(
@@ -381,7 +381,7 @@ class SiteConfig(ConfigSection):
 
 
 class PrecisionConfig(ConfigSection):
-    """Number types."""
+    """Number types of parameters, computation and gradients."""
 
     params: Dtype = Field(
         "float32", description="type of the parameters that the optimizer updates"
@@ -517,7 +517,7 @@ class DpoConfig(ConfigSection):
 
 
 class SaveConfig(ConfigSection):
-    """Checkpoints."""
+    """When checkpoints are written, and which are kept."""
 
     every: int = Field(
         0, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: none before the end"

@@ -158,7 +158,7 @@ def _checks_of_dimensions(
 
 
 def _no_suggestions() -> Iterable[Suggestion]:
-    """None: the fault names a fix itself."""
+    """Suggest nothing: the fault names a fix itself."""
     return ()
 
 

@@ -86,7 +86,7 @@ class AttentionDevice:
 
     @property
     def limits(self) -> AttentionLimits:
-        """Its sizes of parts."""
+        """The sizes of parts that attention is computed in on this device."""
         return self.own_limits or LIMITS[self.kind]
 
     @property

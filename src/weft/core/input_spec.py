@@ -33,7 +33,7 @@ class InputSpec:
 
     @property
     def text(self) -> str:
-        """As messages show it: `float32 [3, 32, 32]`."""
+        """Type and shape as messages show them: `float32 [3, 32, 32]`."""
         return f"{self.dtype} {list(self.shape)}"
 
 

@@ -216,7 +216,7 @@ class ArraySamples:
         return found
 
     def place(self, sample: int) -> dict[str, object]:
-        """Its row in the arrays of the source."""
+        """The sample's row in the arrays of the source."""
         return {"sample": sample, "source": self.source, "row": sample}
 
     @cached_property

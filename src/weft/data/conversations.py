@@ -176,7 +176,7 @@ class ConversationSamples:
 
     @cached_property
     def table(self) -> RowTable:
-        """The rows.
+        """The table of rows that documents were packed into.
 
         Raises:
             DataError: no conversation has a target.
@@ -306,7 +306,7 @@ class ConversationSamples:
 
     @cached_property
     def _sha256(self) -> str:
-        """Of the tokens, their mask and the rows."""
+        """The hash of the tokens, their mask and the rows."""
         digest = hashlib.sha256(self.data.stream.sha256.encode())
         mask = self.data.mask
         for start in range(0, len(mask), NUM_HASHED):
@@ -382,7 +382,7 @@ def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Int
 
 
 def _targets_of_part(mask: NDArray[np.uint8], bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """As `_count_targets`, of consecutive documents."""
+    """The targets of consecutive documents, counted as in `_count_targets`."""
     starts = bounds[:-1]
     num_documents = len(starts)
     document_of_token = np.repeat(np.arange(num_documents), np.diff(bounds))

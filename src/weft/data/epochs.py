@@ -94,5 +94,5 @@ class DataSummary:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON."""
+        """The fields as JSON values."""
         return asdict(self)

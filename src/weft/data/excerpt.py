@@ -155,7 +155,7 @@ class Excerpt:
 
     @property
     def sha256(self) -> str:
-        """Of all that samples are made of."""
+        """The hash of all that samples are made of."""
         digest = hashlib.sha256()
         for document in self.documents:
             for array in (document.ids, document.mask):

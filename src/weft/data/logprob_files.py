@@ -45,7 +45,7 @@ class ReferencedSamples:
         return self.samples.num_samples
 
     def at(self, places: Ints, *, seed: int) -> Ints:
-        """As the samples."""
+        """The same permutation as the samples' own."""
         return self.samples.at(places, seed=seed)
 
     def read(self, samples: Ints) -> SampleArrays:
@@ -53,11 +53,11 @@ class ReferencedSamples:
         return replace(self.samples.read(samples), references=self.logprobs[samples.ravel()])
 
     def place(self, sample: int) -> dict[str, object]:
-        """As the samples."""
+        """The same place as the samples' own."""
         return self.samples.place(sample)
 
     def facts(self) -> dict[str, object]:
-        """As the samples."""
+        """The same facts as the samples' own."""
         return self.samples.facts()
 
 

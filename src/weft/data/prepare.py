@@ -57,7 +57,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(activity: str, done_bytes: int, total_bytes: int) -> None:
-    """Report nothing."""
+    """Report no progress."""
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def _message_problem(message: Any) -> str:
 
 
 def check_text(value: Any, name: str, where: str) -> str:
-    """A text.
+    """Check that a value is text, and return it.
 
     Raises:
         DataError: it is another value.

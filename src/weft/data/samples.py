@@ -187,7 +187,7 @@ class ImageSamples:
         )
 
     def place(self, sample: int) -> dict[str, object]:
-        """Its place among the images of the source."""
+        """The sample's place among the images of the source."""
         return {"sample": sample, "source": self.source, "image": sample}
 
     def facts(self) -> dict[str, object]:

@@ -192,7 +192,7 @@ class FileTokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file."""
+        """The hash of the tokenizer's file."""
         return hashlib.sha256(self._content).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -191,7 +191,7 @@ class CachedAttention:
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
-        """As `FusedAttention`, for tokens from `batch.first_positions` on."""
+        """Attention as in `FusedAttention`, for tokens from `batch.first_positions` on."""
         assert isinstance(batch, DecodeBatch), "cached attention reads batches of decode_batch"
         keys_BGTK, values_BGTW = self.cache.put(k_BSGK, v_BSGW, batch)
         if batch.start == 0:

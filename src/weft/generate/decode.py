@@ -255,7 +255,7 @@ class TextRow:
 
     @property
     def next_position(self) -> TokenPosition:
-        """Of the next token."""
+        """The position of the next token, by which it is sampled."""
         return TokenPosition(sample=self.sample, position=len(self.prompt) + len(self.tokens))
 
 
@@ -315,7 +315,7 @@ class RowShares:
 
     @property
     def own(self) -> list[TextRow]:
-        """This rank's."""
+        """The rows of this rank."""
         return self.shares[self.index]
 
     @property

@@ -70,7 +70,7 @@ class ModelJob:
 
     @property
     def plan(self) -> Plan:
-        """The layout."""
+        """The layout on which the model generates."""
         mesh = self.request.device_mesh
         return Plan(
             mesh=mesh,

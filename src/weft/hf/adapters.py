@@ -70,7 +70,7 @@ class MergedSource:
         }
 
     def dtype(self, name: str) -> torch.dtype:
-        """As the frozen weight is stored."""
+        """The dtype in which the frozen weight is stored."""
         return self._source.dtype(name)
 
     def read(self, name: str, box: Box) -> Tensor:

@@ -74,7 +74,7 @@ class HfFolder:
         return {name: source.shape for name, source in self.sources.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """As stored."""
+        """The dtype in which a tensor is stored."""
         return self._dtype(self.sources[name])
 
     def read(self, name: str, box: Box) -> Tensor:

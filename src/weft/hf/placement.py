@@ -117,7 +117,7 @@ class ParamSource:
 
     @property
     def shape(self) -> Shape:
-        """Of the parameter."""
+        """The shape of the parameter."""
         inner = self.placements[0].matrix_shape
         if self.is_stacked:
             return (len(self.placements), *inner)

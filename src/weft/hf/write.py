@@ -41,7 +41,7 @@ class TypedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """The number of bytes that the tensor takes in a file."""
         return Box.whole(self.tensor.shape).size * self.dtype.itemsize
 
 

@@ -23,7 +23,7 @@ class RayOptions(LaunchOptions):
 
 
 def option_faults(options: RayOptions) -> Iterator[Fault]:
-    """Nothing beyond the shared checks."""
+    """Check nothing beyond what is shared by all launchers."""
     return iter(())
 
 

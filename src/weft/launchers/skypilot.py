@@ -61,7 +61,7 @@ def option_faults(options: SkyPilotOptions) -> Iterator[Fault]:
 
 
 def files(job: ClusterJob, options: SkyPilotOptions) -> Mapping[str, str]:
-    """The task."""
+    """The YAML file of the task."""
     resources: dict[str, Any] = {
         "job_recovery": {
             "max_restarts_on_errors": job.restarts,

@@ -196,7 +196,7 @@ class Plan(BaseModel):
         return tuple(self._local_shape(dims) for _, dims in self.stages[stage].parts)
 
     def _local_shape(self, dims: Sequence[str | int]) -> tuple[int, ...]:
-        """On one rank."""
+        """The shape of activations on one rank."""
         num_shards = self.mesh.degree(position_axes())
         if self.sequence_parallel:
             num_shards *= self.mesh.degree(activation_axes())

@@ -54,7 +54,7 @@ class Utilization:
     def of(
         cls, plan: Plan, *, peak_tflops: float, adapted: AdapterFlops = ALL_TRAINED
     ) -> Utilization:
-        """Of the steps of a plan."""
+        """The utilization of devices by the steps of a plan."""
         flops = model_flops(plan, adapted)
         return cls(flops, plan.mesh.size, peak_tflops, has_frozen=adapted.frozen > 0)
 

@@ -29,7 +29,7 @@ def code_of_run(model: str, optimizer: str) -> CodeIdentity:
 
 
 def _code_of_optimizer(name: str) -> CodeIdentity:
-    """Of a user's optimizer class."""
+    """The identity of the code of a user's optimizer class."""
     reference, _, class_name = name.rpartition(":")
     module = load_module(reference, key=OPTIMIZER)
     optimizer = load_object(name, key=OPTIMIZER)

@@ -78,7 +78,7 @@ def _linears_of_layers(blocks: Mapping[str, nn.Module]) -> LinearShapes:
 
 
 def _rows_of_embedding(blocks: Mapping[str, nn.Module]) -> int:
-    """Of the first embedding; 0 without one."""
+    """The number of rows of the first embedding; 0 without one."""
     for block in blocks.values():
         for module in block.modules():
             if isinstance(module, nn.Embedding):

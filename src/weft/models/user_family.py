@@ -63,7 +63,7 @@ class UserFamily:
 
     @property
     def PRESETS(self) -> Mapping[str, ModelConfig]:  # noqa: N802 (a constant, as in every family)
-        """None."""
+        """No presets: a user's model has the sizes of its own config."""
         return {}
 
     @property
@@ -73,7 +73,7 @@ class UserFamily:
 
     @property
     def digest(self) -> str | None:
-        """Of the user's source code."""
+        """The digest of the user's source code."""
         return self.model.digest
 
     @property
@@ -84,7 +84,7 @@ class UserFamily:
 
     @property
     def text(self) -> str | None:
-        """Of the user's file."""
+        """The text of the user's file."""
         return self.model.text
 
     def user_config(self, cfg: Any) -> Any:

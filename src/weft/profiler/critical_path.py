@@ -38,7 +38,7 @@ class PathPiece(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """Seconds from its start to its end."""
         return self.end - self.start
 
 
@@ -51,7 +51,7 @@ class CriticalPath:
 
     @property
     def length(self) -> float:
-        """Seconds."""
+        """Seconds from the start of the first piece to the end of the last."""
         return self.pieces[-1].end - self.pieces[0].start
 
     @property

@@ -53,7 +53,7 @@ class BlockedTime(NamedTuple):
 
     @property
     def communication(self) -> float:
-        """Seconds after that."""
+        """Seconds from the time when all members had started the call."""
         return self.end - self.start - self.waiting
 
 

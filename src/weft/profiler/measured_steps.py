@@ -46,7 +46,7 @@ class MeasuredAction(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """Seconds, calls inside it among them."""
+        """Seconds of the action, with the calls inside it."""
         return self.end - self.start
 
 

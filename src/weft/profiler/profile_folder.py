@@ -34,7 +34,7 @@ class Profile:
 
     @property
     def number(self) -> int:
-        """Of the profile in its run."""
+        """The number of the profile in its run."""
         return self.ranks[0].header.profile
 
     @property

@@ -47,6 +47,6 @@ class NamedRanges:
             torch.cuda.nvtx.range_pop()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all ranges that are open."""
         while self._open:
             self.pop()

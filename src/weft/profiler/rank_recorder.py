@@ -71,7 +71,7 @@ class RankRecorder:
         self._action = act, self._now()
 
     def end_action(self) -> None:
-        """It ends."""
+        """Record the end of the action under way."""
         assert self._action is not None, "an action has begun"
         act, begin = self._action
         if self._has_room():

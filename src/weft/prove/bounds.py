@@ -190,7 +190,7 @@ class Bounds:
 
     @cached_property
     def _most_entries(self) -> int:
-        """Of a gradient."""
+        """The number of entries of the largest gradient."""
         most = 1
         for key, tensor in self.plain.values.items():
             if key.phase == "reduce":

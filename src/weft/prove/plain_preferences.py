@@ -39,7 +39,7 @@ def _as_is(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _PlainAnswer:
-    """One answer.
+    """The log-probabilities of one answer.
 
     Attributes:
         policy: log-probabilities of its targets under the model.

@@ -37,7 +37,7 @@ class _Summed(NamedTuple):
 
     @property
     def tensor(self) -> str:
-        """Its logical name."""
+        """The logical name of the tensor."""
         return f"{self.block}.{self.name}"
 
 

@@ -48,7 +48,7 @@ class StepComparison:
         return self.relative <= self.bound
 
     def difference(self, ranks: int) -> Difference:
-        """As a difference of the report."""
+        """The comparison as a difference of the report."""
         ratio = self.recorded / self.alone if self.alone else math.inf
         return Difference(
             tensor=NAMES[self.number],

@@ -47,12 +47,12 @@ class OperationTrace:
         self._newest_of: dict[tuple[str, str], Operation] = {}
 
     def started(self, op: Operation) -> None:
-        """Keep it."""
+        """Keep the newest operation."""
         self.newest = op
         self._newest_of[op.op, op.axis] = op
 
     def finished(self, op: Operation) -> None:
-        """Nothing."""
+        """Do nothing: the start of an operation is what is kept."""
 
     def reduction(self, axes: tuple[str, ...]) -> Operation | None:
         """The newest reduction over these axes; the newest operation where there is none."""
@@ -78,7 +78,7 @@ class RecordingLoader(DataLoader):
     on_batches: Callable[[int, list[Batch]], None] = lambda step, batches: None
 
     def batches(self, step: int) -> list[Batch]:
-        """As the loader's own."""
+        """The loader's own batches, recorded."""
         batches = super().batches(step)
         self.on_batches(step, batches)
         return batches
@@ -163,7 +163,7 @@ class Recorder:
         self.record.events.append(dict(event))
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: no file is open."""
 
     # batches
 

@@ -92,7 +92,7 @@ def rounded_to(measured: Tensor, expected: Tensor) -> torch.dtype | None:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Its name, as config keys have it: "bfloat16"."""
+    """The name of a dtype as config keys have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

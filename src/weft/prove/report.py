@@ -241,7 +241,7 @@ class ProofReport:
 
     @property
     def bounds(self) -> tuple[PhaseBound, ...]:
-        """Of all passes."""
+        """The bounds of all passes, by phase."""
         found: list[PhaseBound] = []
         for each in self.passes:
             found.extend(each.bounds)

@@ -209,7 +209,7 @@ class Subject:
     # the same model and data in another run
 
     def with_values(self, values: Mapping[str, Any]) -> Subject:
-        """With other values of some keys: `{"site.every": 2}`."""
+        """The subject with other values of some keys: `{"site.every": 2}`."""
         return replace(self, run=self.run.with_values(values))
 
     def in_float64(self) -> Subject:
@@ -403,7 +403,7 @@ class ProofCase:
 
     @property
     def compute_dtype(self) -> str:
-        """In which the layout computes: "float32"."""
+        """The type in which the layout computes: "float32"."""
         return self.run.precision.compute
 
     @property

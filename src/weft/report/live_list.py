@@ -33,7 +33,7 @@ def list_page(
     sort: str,
     most: int,
 ) -> str:
-    """The page.
+    """The HTML page that lists the runs of a folder.
 
     Args:
         columns: names of the cells.

@@ -249,6 +249,6 @@ def _series_fields(series: ChartSeries) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[Any]) -> list[float]:
-    """To six digits; whole numbers stay whole."""
+    """Round values to seven significant digits."""
     rounded = (float(f"{value:.7g}") for value in values.tolist())
     return [int(value) if value == int(value) else value for value in rounded]

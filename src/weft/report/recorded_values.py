@@ -38,7 +38,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
+    """The values of one run that its report shows.
 
     Attributes:
         state: how it ended, or that it has not.

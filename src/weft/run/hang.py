@@ -66,7 +66,7 @@ HangKind = Literal["stopped", "stuck", "deadlock", "ended", "stalled"]
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang.
+    """A hang, its ranks and what they wait for.
 
     Attributes:
         ranks: the culprit; of a deadlock all ranks of the cycle; of a stalled call its members.

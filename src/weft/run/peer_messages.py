@@ -66,7 +66,7 @@ class Answer:
         return num_calls > call.position
 
     def to_text(self) -> str:
-        """As JSON."""
+        """The answer as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -35,7 +35,7 @@ class Act(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Act:
-        """Read `F0.3`.
+        """Read an action as `F0.3`: kind, stage, micro-batch.
 
         Raises:
             ScheduleError: when `text` is no action.

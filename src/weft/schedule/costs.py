@@ -78,7 +78,7 @@ class ScheduleCosts:
 
     @property
     def text(self) -> str:
-        """In words, with the unit."""
+        """The costs in words, with the unit."""
         forward = _shown(self.forward)
         input_grad = _shown(self.input_grad)
         weight_grad = _shown(self.weight_grad)

@@ -16,15 +16,15 @@ class AnswerHere:
     answer: Answer
 
     def wait(self) -> Answer:
-        """The answer."""
+        """The answer, which is there already."""
         return self.answer
 
     def poll(self, patience_s: float = 0.0) -> Answer | None:
-        """The answer."""
+        """The answer, which is there already."""
         return self.answer
 
     def end(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process runs."""
 
 
 def answer_here(function: Callable[[], Answer], *, niceness: int = 0) -> RunningAnswer:

@@ -70,7 +70,7 @@ class StateBytes:
 
     @staticmethod
     def of(run: Run, zero: int) -> StateBytes:
-        """Of a run with a ZeRO stage."""
+        """The bytes of states of a run with its ZeRO stage."""
         mesh = run.device_mesh
         num_weights = weight_flops(run.model, 1) / 2
         copied_along = (*local_update_axes(), *state_axes(mesh, data_axes(mesh)).replicated)

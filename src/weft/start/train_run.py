@@ -288,11 +288,11 @@ class EventObserver:
     training: Training
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Call it."""
+        """Call the user's function with the event."""
         self.on_event(event, self.training)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def train_rank(

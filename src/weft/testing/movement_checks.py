@@ -128,7 +128,7 @@ def _scatter(group: GroupInputs, dtype: torch.dtype, root: int) -> ResultCheck:
 
 
 def _broadcast(group: GroupInputs, dtype: torch.dtype, root: int) -> ResultCheck:
-    """Of a non-contiguous view."""
+    """Check broadcasts of a non-contiguous view."""
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
     group.comm.broadcast_(x.T, group.axis, root=root)

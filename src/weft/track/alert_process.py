@@ -150,7 +150,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     """What is posted goes to the URL that the user has named and to no other."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """None: a redirect is an error."""
+        """Follow no redirect: it becomes an error."""
         return
 
 

@@ -31,7 +31,7 @@ class CsvTable:
         self._file.flush()
 
     def text(self, step: int, kind: str, text: str) -> None:
-        """Not in the table."""
+        """Leave texts out of the table."""
 
     def close(self, status: str) -> None:
         """Close the file."""

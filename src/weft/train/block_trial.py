@@ -22,7 +22,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 @dataclass(frozen=True)
 class TrialSizes:
-    """Of a trial."""
+    """The sizes of a trial's batch."""
 
     rows: int
     length: int
@@ -39,7 +39,7 @@ class RowParts:
 
     @staticmethod
     def of(x: Any) -> RowParts:
-        """Of an activation with sequences."""
+        """The first sequence of an activation, and the rest."""
         first = map_leaves(x, Tensor, lambda tensor: tensor[:1])
         others = map_leaves(x, Tensor, lambda tensor: tensor[1:])
         return RowParts(x, first, others)
@@ -61,7 +61,7 @@ class BlockTrial:
 
     @property
     def label(self) -> str:
-        """Of the model, for messages."""
+        """The model's label for messages."""
         return self.pure.label
 
     def run(self, x: RowParts, extra: RowParts, *, is_last: bool) -> tuple[RowParts, RowParts]:

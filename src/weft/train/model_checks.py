@@ -114,7 +114,7 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
 
 
 def _check_gradients(blocks: Mapping[str, nn.Module], whole: Batch, label: str) -> None:
-    """At the shortest length that the model takes.
+    """Check gradients at the shortest length that the model takes.
 
     Raises:
         PlanError: a parameter that the loss does not use; or its backward fails.

@@ -93,14 +93,14 @@ def is_generator(name: str, state: State) -> bool:
 
 @dataclass(frozen=True)
 class _GeneratorState:
-    """Of a generator object."""
+    """The state of a generator object."""
 
     kind: str
     state: object
 
 
 def _dict_hash(state: Mapping[str, Any]) -> str:
-    """Of the state of a generator of NumPy."""
+    """The hash of the state of a generator of NumPy."""
     parts = []
     for key, value in state.items():
         if isinstance(value, dict):
@@ -113,7 +113,7 @@ def _dict_hash(state: Mapping[str, Any]) -> str:
 
 
 def _bytes_hash(tensor: Tensor) -> int:
-    """Of the entries of a tensor with values."""
+    """The hash of the entries of a tensor with values."""
     with no_dispatch():  # a mode of fake tensors would take the values away
         flat = tensor.detach().contiguous().flatten().view(torch.uint8)
         return zlib.crc32(flat.numpy().data)

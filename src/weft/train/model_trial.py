@@ -75,12 +75,12 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """Of the model, for messages."""
+        """The model's label for messages."""
         return self.family.model.label
 
     @cached_property
     def num_entries(self) -> int:
-        """Of all parameters."""
+        """The number of entries of all parameters."""
         shapes = self.family.facts(self.config).shapes.values()
         return sum(math.prod(shape) for shape in shapes)
 

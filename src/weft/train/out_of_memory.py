@@ -44,7 +44,7 @@ class AllocatedMemory:
 
     @staticmethod
     def of(device: torch.device) -> AllocatedMemory:
-        """Now."""
+        """The memory that is allocated now."""
         if device.type == "cpu":
             resident = psutil.Process().memory_info().rss
             return AllocatedMemory(resident, resident, psutil.virtual_memory().total)

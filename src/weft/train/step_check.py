@@ -51,7 +51,7 @@ class ProofRecord:
     step: Mapping[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        """As a manifest stores them."""
+        """The facts of the proof, as a manifest stores them."""
         facts = dict(self.before)
         if self.step:
             facts["step"] = dict(self.step)

@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot."""
+    """One plot with its title, axes and curves."""
 
     title: str
     series: tuple[Series, ...]

@@ -52,7 +52,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class _ChartScale:
-    """From instructions and bytes to px."""
+    """The scale from instructions and bytes to pixels."""
 
     num_points: int
     top_bytes: float

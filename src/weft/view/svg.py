@@ -123,7 +123,7 @@ class _BoxRow:
 
 @dataclass(frozen=True)
 class _TimeScale:
-    """From times to px.
+    """The scale from times to pixels.
 
     Attributes:
         first_start: the time at the left end.

@@ -226,7 +226,7 @@ def _fitting_column_time(spans: Sequence[Span], labels: dict[str, str]) -> float
 
 @dataclass(frozen=True)
 class _Columns:
-    """From times to columns.
+    """The scale from times to columns of text.
 
     Attributes:
         column_time: the time that a column stands for.

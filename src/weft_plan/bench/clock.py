@@ -16,7 +16,7 @@ MAX_ITERATIONS = 1000
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every iteration."""
+    """The seconds that every iteration took."""
 
     seconds: tuple[float, ...]
 

@@ -72,7 +72,7 @@ TRIED_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted constants.
+    """The constants that were fitted to measurements.
 
     Attributes:
         efficiency: the constants, and the range of predictions.

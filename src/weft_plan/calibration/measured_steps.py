@@ -40,11 +40,11 @@ class MeasuredStep:
 
     @cached_property
     def order(self) -> PipelineOrder:
-        """Of its schedule."""
+        """The order of actions of its schedule."""
         return pipeline_order(self.roles[0].step.plan.table)
 
     def predicted_s(self, speeds: Speeds) -> float:
-        """Seconds of a step."""
+        """Seconds of a step by the prediction."""
         time = step_time(self.roles, speeds, order=self.order)
         return time.total_s if self.waits_for_norm else time.period_s
 

@@ -164,7 +164,7 @@ class CpuUse:
         return CpuUse(sum(times) - times.idle - getattr(times, "iowait", 0.0), own_s)
 
     def by_others_since(self, begin: CpuUse) -> float:
-        """Seconds of other programs since then."""
+        """CPU seconds that other programs have used since `begin`."""
         return (self.all_s - begin.all_s) - (self.own_s - begin.own_s)
 
 

@@ -97,7 +97,7 @@ class SearchedRun:
 
     @property
     def model(self) -> ModelSection:
-        """The model."""
+        """The model section of the config."""
         return self.run.model
 
     @property
@@ -107,7 +107,7 @@ class SearchedRun:
 
     @property
     def compute_dtype(self) -> str:
-        """In which layers compute: "bfloat16"."""
+        """The type in which layers compute: "bfloat16"."""
         return self.run.precision.compute
 
     def candidates(self) -> Candidates:

@@ -191,7 +191,7 @@ class BlockMeasurements:
         return found
 
     def _seconds(self, region: RecordedRegion, segments: BlockSegments) -> float:
-        """Seconds of a block in a region."""
+        """Seconds that a block takes in a region."""
         seconds = 0.0
         for events in segments.events:
             part = replace(region, events=list(events))

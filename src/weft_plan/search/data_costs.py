@@ -118,7 +118,7 @@ class DataCosts:
         return BackwardSeconds(exposed_s + busy_s, reductions)
 
     def _busy_s(self, work_s: float, hidden_s: float) -> float:
-        """Of kernels beside collectives."""
+        """Seconds that kernels take beside collectives."""
         return work_s + self._speeds.efficiency.overlap_slowdown * max(0.0, hidden_s)
 
     def collectives(
@@ -143,7 +143,7 @@ class DataCosts:
         return max(of_first_s, of_second_s)  # an embedding computes too little to hide any
 
     def _gathered_s(self, layout: Layout, params: BlockParams) -> float:
-        """Of the all-gathers of a forward or backward."""
+        """Seconds of the all-gathers of a forward or backward."""
         if layout.zero < ZERO_THAT_GATHERS:
             return 0.0
         return self.sent_s(layout, "forward", params)
@@ -153,7 +153,7 @@ class DataCosts:
         return self.sent_s(layout, part, params) - self._gathered_s(layout, params)
 
     def _reduced_of_block_s(self, layout: Layout, part: Part, block: BlockParams) -> float:
-        """Of the reduction of one block, by itself."""
+        """Seconds of the reduction of one block, by itself."""
         sent = self._sent_of(layout, part, block)
         return sent.one_after_the_other - self._gathered_s(layout, block)
 

@@ -41,12 +41,12 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.prediction.step.total_s
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return self.prediction.peak_bytes
 
 

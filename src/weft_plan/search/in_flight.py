@@ -61,7 +61,7 @@ class StageBytes:
     def of(
         blocks: Sequence[BlockCosts], *, has_params: Sequence[bool], deferred: Sequence[int]
     ) -> StageBytes:
-        """Of a stage's blocks in order.
+        """The bytes of a stage whose blocks are given in order.
 
         Args:
             has_params: whether each block has parameters.

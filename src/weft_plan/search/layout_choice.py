@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Its keys of the run config."""
+        """The layout as values of config keys."""
         return {
             "mesh": self.mesh,
             "batch.micro_size": self.micro_size,

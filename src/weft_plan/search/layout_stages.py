@@ -58,7 +58,7 @@ class BlockParams(NamedTuple):
 
     @staticmethod
     def of(sizes: Sequence[BlockSize]) -> BlockParams:
-        """Of blocks in order."""
+        """The parameters of blocks in order."""
         own = [size for size in sizes if size.total]
         if not own:
             return BlockParams(0.0, 0.0, 0, 0, NO_PARAMS, NO_PARAMS, NO_PARAMS, 0.0)
@@ -175,7 +175,7 @@ class LayoutStages:
         return self._totals[key]
 
     def _summed(self, all_sizes: list[list[BlockSize]]) -> list[BlockParams]:
-        """Of lists that are kept here, as above."""
+        """The sums of lists that are kept here, so that each is summed once."""
         key = id(all_sizes)
         if key not in self._params:
             self._params[key] = [BlockParams.of(sizes) for sizes in all_sizes]

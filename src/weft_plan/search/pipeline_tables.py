@@ -40,7 +40,7 @@ class SizedTable:
 
     @property
     def num_actions(self) -> int:
-        """Of all ranks."""
+        """The number of actions of all ranks."""
         return sum(len(row) for row in self.table.rows)
 
     @cached_property

@@ -105,7 +105,7 @@ def proof_lines(result: FoundLayouts) -> list[str]:
 
 
 def value_text(value: float, target: str) -> str:
-    """Seconds of a step, or bytes."""
+    """The text of a value of the target: seconds of a step, or bytes."""
     return memory(value) if target == "memory" else short_time(value)
 
 
@@ -189,7 +189,7 @@ def reason(first: Found, second: Found) -> str:
 
 
 def _busy_s(found: Found) -> float:
-    """Seconds that a pipeline rank computes on average."""
+    """Seconds that a pipeline rank computes, the mean over ranks."""
     step = found.prediction.step
     busy = step.pipeline_s * (1 - step.bubble)
     return busy - sum(step.exposed_s.values())

@@ -29,7 +29,7 @@ class ScaledLayout:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return 0.0 if self.best is None else self.best.prediction.tokens_per_s
 
 

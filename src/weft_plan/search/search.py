@@ -98,7 +98,7 @@ def search(
 
 
 def objective_of(value: Bound | Simulated, objective: Objective) -> float:
-    """Seconds, or bytes."""
+    """The value that the search minimizes: seconds, or bytes."""
     return value.seconds if objective == "time" else value.peak_bytes
 
 

@@ -123,7 +123,7 @@ class LayoutStageCosts:
             yield in_flight_when_fullest(held, blocks, saved=saved, has_params=has_params)
 
     def _stage_bytes(self, layout: Layout, costs: CostsByKind) -> dict[int, StageBytes]:
-        """Of every stage, whose backwards are split."""
+        """The bytes of every stage whose backwards are split."""
         deferred = self._blocks.deferred_bytes(layout)
         sizes_of_stages = self._stages.sizes(layout)
         found: dict[int, StageBytes] = {}

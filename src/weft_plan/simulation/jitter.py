@@ -183,7 +183,7 @@ def step_distribution(
 
 @dataclass(frozen=True)
 class _DrawnSteps:
-    """Several draws.
+    """The steps of several random draws.
 
     Attributes:
         step_s: end of each step.
@@ -271,7 +271,7 @@ class _DrawnPipelines:
         return _PlayedColumns(messages.ready_at, last_end, busy)
 
     def _seconds(self, time: RegionTime, rank: int, num_draws: int) -> Floats:
-        """Seconds of an action in each column."""
+        """Seconds of an action in each column of draws."""
         count = self.replicas.count
         num_coupled = self.replicas.num_coupled
         factors = self.factors.largest(num_coupled, num_draws * count)

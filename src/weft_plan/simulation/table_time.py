@@ -69,7 +69,7 @@ class StageCollectives:
     last_reductions: Reductions = NO_REDUCTIONS
 
     def gather(self, kind: str) -> float:
-        """Of an action; weight gradients need no parameters."""
+        """Seconds of an action's gathers; weight gradients need no parameters."""
         if kind == "W":
             return 0.0
         return self.forward_gather if kind == "F" else self.backward_gather
@@ -105,7 +105,7 @@ class StageSeconds:
         return shares[kind] * self.backward[stage]
 
     def of_class(self, entry: ActionClass) -> float:
-        """Seconds of an action."""
+        """Seconds of an action of a class."""
         kind = entry.key.kind
         stage = entry.stage
         seconds = self.of(kind, stage)

@@ -86,7 +86,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def tables(trace: Trace) -> tuple[TextTable, ...]:
-    """All tables."""
+    """The tables of the report, in order."""
     found = (rank_table(trace), step_table(trace), exposure_table(trace), difference_table(trace))
     return tuple(table for table in found if table.rows)
 

@@ -158,7 +158,7 @@ class Spread:
         return f"{self.median:.3g}, {self.most:.3g}"
 
     def to_json(self) -> dict[str, float | None]:
-        """For the JSON report."""
+        """The fields as values of the JSON report."""
         return {"median": self.median, "max": self.most}
 
 
@@ -188,7 +188,7 @@ class Summary:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the JSON report."""
+        """The fields as values of the JSON report."""
         return {
             "planned": self.planned,
             "injected": self.injected,
@@ -213,7 +213,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One layout.
+    """The outcome of the faults injected on one layout.
 
     Attributes:
         end: `finished`, `failed` or `hung`: how the run with faults ended.
@@ -252,7 +252,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class ChaosReport:
-    """All layouts."""
+    """The outcomes of all layouts."""
 
     num_faults: int
     seed: int
@@ -260,7 +260,7 @@ class ChaosReport:
 
     @property
     def outcomes(self) -> tuple[FaultOutcome, ...]:
-        """Of all layouts."""
+        """The outcomes of the faults of all layouts."""
         return tuple(outcome for trial in self.trials for outcome in trial.outcomes)
 
     @property

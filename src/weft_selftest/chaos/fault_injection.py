@@ -280,7 +280,7 @@ class _Injector:
         ctypes.string_at(0)
 
     def exception(self, step: int) -> None:
-        """Raise."""
+        """Raise an exception in this rank."""
         raise InjectedError(f"injected at step {step}")
 
     def out_of_memory(self, step: int) -> None:

@@ -66,7 +66,7 @@ STEPS_AFTER = 10
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault.
+    """One fault that a plan injects.
 
     Attributes:
         number: place in the order of the run's faults, from 0.

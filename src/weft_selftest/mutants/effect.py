@@ -39,12 +39,12 @@ class EventCollector:
     events: list[Event] = field(default_factory=list)
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Keep it."""
+        """Keep steps and evaluations."""
         if event["event"] in ("step", "eval"):
             self.events.append(dict(event))
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: no file is open."""
 
 
 @dataclass(frozen=True)

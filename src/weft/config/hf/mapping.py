@@ -301,7 +301,7 @@ class ConfigFamily(Protocol):
 
     @property
     def PRESETS(self) -> Mapping[str, ModelConfig]:  # noqa: N802 (a constant of the module)
-        """Named sizes."""
+        """The configs of the family by name of a size."""
 
     @property
     def hf(self) -> HFMapping | None:

@@ -408,7 +408,7 @@ def _per_key_head(x_BHQK: Tensor, num_key_heads: int) -> Tensor:
 
 
 def _per_query_head(x_BGRK: Tensor, num_queries: int) -> Tensor:
-    """And back."""
+    """Undo the grouping of query heads by key head."""
     by_query_head: Tensor = x_BGRK.unflatten(2, (-1, num_queries))
     return by_query_head.flatten(1, 2)
 

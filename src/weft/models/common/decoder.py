@@ -27,7 +27,7 @@ def attention(
     qk_norm: type[nn.RMSNorm] | None = None,
     attend: Attend | None = None,
 ) -> Attention:
-    """Grouped-query attention.
+    """Make a layer's grouped-query attention.
 
     Args:
         rope: default: unscaled, with `cfg.rope_theta`.

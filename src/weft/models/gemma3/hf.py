@@ -65,7 +65,7 @@ class LayerTypeRope:
         }
 
     def unwritable(self, cfg: ModelConfig) -> Iterator[Fault]:
-        """None."""
+        """Nothing: every value can be written."""
         yield from ()
 
 

@@ -132,7 +132,7 @@ def _computed(blocks: Mapping[str, nn.Module]) -> frozenset[str]:
 
 
 def _sizes(all_entries: int, *, run_length: int, degree: int, vocab: int) -> ProbeSizes:
-    """As Note [Sizes of the probe] says."""
+    """The sizes that Note [Sizes of the probe] explains."""
     unit = 2 * degree
     most = min(MOST_TOKENS, max(unit, MOST_WORK // max(all_entries, 1)))
     longest = max(most // unit, 1) * unit
@@ -289,7 +289,7 @@ def _inputs(
 
 
 def _shapes_of(out: Activation) -> _Shapes | None:
-    """None of a loss."""
+    """The shapes of a block's output; None for a loss."""
     if isinstance(out, Tensor) and out.dim() == 0:
         return None
     of_tokens = tuple(tuple(tensor.shape[2:]) for tensor in tensors_in(out))

@@ -104,7 +104,7 @@ class ProbeBlock:
         return self._run(self._stand_ins, local_x, local_batch)
 
     def run_without_values(self, x: Activation, batch: Batch) -> Activation:
-        """Its output on the meta device."""
+        """Run the block on the meta device and return its output."""
         tensors = (*self.block.named_parameters(), *self.block.named_buffers())
         on_meta = {name: tensor.to("meta") for name, tensor in tensors}
         floats = (param.dtype for param in self.block.parameters() if param.is_floating_point())

@@ -47,7 +47,7 @@ class NotedDropout(CounterDropout):
         self._note = note
 
     def draws(self, x: Tensor, shape: tuple[int, ...], p: float) -> DropoutDraws | None:
-        """None."""
+        """Note the call; there are no draws."""
         self._note(x)
         return None
 

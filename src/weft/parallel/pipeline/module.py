@@ -423,7 +423,7 @@ class _Output:
 
     @property
     def dtype_name(self) -> str:
-        """As plans have it: "float32"."""
+        """The name of the dtype as plans have it: "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
 

@@ -56,7 +56,7 @@ class SavedTensor:
         return SavedTensor(tensor.detach(), tensor._version)
 
     def get(self) -> Tensor:
-        """The tensor.
+        """The tensor, as it was when it was saved.
 
         Raises:
             RuntimeError: it was modified in place since.

@@ -100,7 +100,7 @@ class ColumnParallelLinear(MarkedLayer):
         return y
 
     def vocabulary(self) -> VocabularyShard:
-        """Its output features as entries of a vocabulary."""
+        """This rank's share of the output features, as entries of a vocabulary."""
         return VocabularyShard(self.region.comm, self.region.axis, self.out_features)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -198,7 +198,7 @@ class _GatherSequence(_Boundary):
 
 class _JoinSequence(_Boundary):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """As a hook after a forward."""
+        """Gather the sequence; called as a hook after a forward."""
         return ops.gather_from_region(output, self.comm, self.axis, self.dim)
 
 

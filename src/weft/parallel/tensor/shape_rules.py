@@ -99,7 +99,7 @@ def expand(op: TracedOp) -> list[Dims]:
 
 
 def select(op: TracedOp) -> list[Dims]:
-    """Also unbind: one entry of a whole dim."""
+    """Remove a whole dim by taking one entry of it; unbind takes each."""
     place = op.place()
     dim = op.dims[place]
     if is_sharded(dim):

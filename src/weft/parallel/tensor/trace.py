@@ -213,7 +213,7 @@ class ChainTrace:
         )
 
     def _structure(self, block: nn.Module) -> Fingerprint | None:
-        """Of a plain block, which no trace changes."""
+        """The fingerprint of a plain block, which no trace changes; None for others."""
         key = id(block)
         if key not in self._structures:
             self._structures[key] = fingerprint(block)

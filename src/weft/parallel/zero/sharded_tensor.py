@@ -78,20 +78,20 @@ class ShardedTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return torch.Size(self.entries.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """Of the whole tensor."""
+        """The number of dims of the whole tensor."""
         return len(self.entries.shape)
 
     def dim(self) -> int:
-        """Of the whole tensor."""
+        """The number of dims of the whole tensor."""
         return len(self.entries.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor."""
+        """The shape of the whole tensor, or its size in one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:

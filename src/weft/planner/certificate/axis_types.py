@@ -68,12 +68,12 @@ ZERO = AxisType("zero")
 
 
 def replicated(shape: tuple[int, ...]) -> AxisType:
-    """Of a tensor that every rank holds."""
+    """The type of a tensor that every rank holds whole."""
     return AxisType("replicated", whole_dims(shape))
 
 
 def of_dims(dims: Dims) -> AxisType:
-    """Of a tensor with these dims."""
+    """The type of a tensor with these dims: sharded, or replicated."""
     if any(map(is_sharded, dims)):
         return AxisType("sharded", dims)
     return AxisType("replicated", dims)

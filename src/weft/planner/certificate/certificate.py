@@ -43,7 +43,7 @@ class Certificate:
 
     @property
     def findings(self) -> tuple[TypeFinding, ...]:
-        """Of all roles, mismatches first, each once."""
+        """The findings of all roles, mismatches first, each once."""
         found = {finding.text: finding for step in self.steps for finding in step.findings}
         return tuple(sorted(found.values(), key=lambda finding: not finding.is_certain))
 

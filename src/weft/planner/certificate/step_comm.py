@@ -35,7 +35,7 @@ class StepComm(TypedComm):
         self._tied: list[Types] | None = None
 
     def boundary_types(self, x: Tensor) -> Types:
-        """Of x_BSD between blocks, and of its gradient."""
+        """The types of x_BSD between blocks, and of its gradient."""
         column_axes = position_axes()
         if self.sequence_parallel:
             column_axes = (*column_axes, *activation_axes())

@@ -320,7 +320,7 @@ class _OperationCall:
 
     @property
     def name(self) -> str:
-        """In torch.ops.aten."""
+        """The name of the operation in torch.ops.aten."""
         return str(self.func.overloadpacket.__name__)
 
     def result_types(self, operands: Sequence[AxisType], *, token_dim: int) -> list[AxisType]:

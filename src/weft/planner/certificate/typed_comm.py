@@ -53,7 +53,7 @@ class CallTransport(SharedMetaTransport):
         self.num_started = 0
 
     def start(self, call: Call, on_late: OnLate) -> None:
-        """List `call`."""
+        """Append the call to the list."""
         self.calls.append(call)
         self.num_started += 1
 

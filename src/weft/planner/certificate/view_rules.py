@@ -105,7 +105,7 @@ def _split(op: TypedOp) -> list[AxisType]:
 
 
 def _slice_backward(op: TypedOp) -> list[AxisType]:
-    """Also select_backward: the gradient among zeros."""
+    """Place the gradient of a slice among zeros; of select, too."""
     dims = list(op.dims)
     place = op.args["dim"] % len(op.shape)
     size = op.shape[place]
@@ -141,7 +141,7 @@ def _diagonal(op: TypedOp) -> list[AxisType]:
 
 
 def _diagonal_backward(op: TypedOp) -> list[AxisType]:
-    """Also diag_embed: the last dim becomes two."""
+    """Turn the last dim into two; diag_embed does the same."""
     num_dims = len(op.shape)
     names = (("dim1", -2), ("dim2", -1)) if op.name == "diag_embed" else (("dim1", 0), ("dim2", 1))
     new = [op.args.get(name, default) % num_dims for name, default in names]

@@ -211,11 +211,11 @@ class _DeclaredSum:
         self.axes = axes
 
     def is_completed(self) -> bool:
-        """As the sum."""
+        """Whether the started sum is completed."""
         return bool(self.started.is_completed())
 
     def start_replica_sum(self) -> None:
-        """As the sum."""
+        """Start the sum over replicas, outside the mode."""
         with self.comm.mode.paused():
             self.started.start_replica_sum()
 

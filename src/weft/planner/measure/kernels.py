@@ -217,7 +217,7 @@ def _efficient(args: Sequence[Any]) -> int:
 
 
 def _gpu_backward(args: Sequence[Any]) -> int:
-    """Of flash attention and of the memory-efficient kernel."""
+    """FLOPs of the backward of flash attention and of the memory-efficient kernel."""
     q, k, v = args[1:4]
     return _attention_flops(q, k, v, causal=_is_set(args, 11), products=5)
 

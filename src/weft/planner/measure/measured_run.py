@@ -43,7 +43,7 @@ class BatchFields:
 
     @staticmethod
     def of(run: Run) -> BatchFields:
-        """Of the batches that a run trains on."""
+        """The fields of the batches that a run trains on."""
         has_pairs = run.loss == DPO
         is_text = run.model.kind == "tokens"
         has_documents = has_pairs or (is_text and packs_documents(run.data))

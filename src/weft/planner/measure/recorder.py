@@ -307,7 +307,7 @@ class CallRecorder(StepRecorder):
 
     @property
     def live_bytes(self) -> int:
-        """Not counted."""
+        """Always 0: this recorder counts no memory."""
         return 0
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ class PlayedActions:
 
     @property
     def first_start(self) -> list[float]:
-        """By rank, when its first action begins."""
+        """When the first action of each rank begins, by rank."""
         found = list(self.last_end)
         for rank, start in zip(self.order.ranks, self.starts, strict=True):
             found[rank] = min(found[rank], start)

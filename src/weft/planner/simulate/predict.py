@@ -38,7 +38,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of the whole run."""
         plan = self.roles[0].step.plan
         return plan.global_size * plan.seq_len / self.step.total_s
 

@@ -97,7 +97,7 @@ class CostTable:
         self._regions: dict[tuple[int, float], tuple[RecordedRegion, RegionCosts]] = {}
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
-        """Seconds of one launch."""
+        """Seconds of one launch of a kernel."""
         seconds = self._kernels.get(kernel)
         if seconds is None:
             seconds = self.speeds.kernel_s(kernel)

@@ -39,7 +39,7 @@ from weft.planner.simulate.speeds import Speeds
 
 @dataclass(frozen=True)
 class RegionTime:
-    """Seconds of a region.
+    """Seconds that a region takes, and their parts.
 
     Attributes:
         total: from its begin to its end.
@@ -69,7 +69,7 @@ def replay(
     carried: Iterable[Carried] = (),
     blocked: tuple[LinkMessage, ...] = (),
 ) -> RegionTime:
-    """Seconds of a region; see Note [Lanes].
+    """Seconds that a region takes; see Note [Lanes].
 
     Args:
         gap: seconds between the end of the rank's last region and the begin of this one.

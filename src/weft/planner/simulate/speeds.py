@@ -57,7 +57,7 @@ class Speeds:
         return rounded_maximum(work_s, self.efficiency.launch_s)
 
     def _work_s(self, kernel: KernelLaunch) -> float:
-        """Seconds on the device alone."""
+        """Seconds that work takes on the device alone."""
         share = self.efficiency
         memory = self.hardware.hbm_tb_s * TERA * share.memory
         seconds = kernel.num_bytes / memory

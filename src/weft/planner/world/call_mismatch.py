@@ -42,7 +42,7 @@ class Mismatch:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For a reader."""
+        """The lines that show the mismatch to a reader."""
         lines = [f"over {self.axis}, call {self.position} in {self.region} differs:"]
         for member, rank in enumerate(self.ranks):
             place = self.coordinates[member]

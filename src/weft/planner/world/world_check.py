@@ -65,7 +65,7 @@ class Deadlock:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For a reader."""
+        """The lines that show the deadlock to a reader."""
         lines = [f"deadlock in {self.region}:"]
         lines.extend(f"  {wait}" for wait in self.waits)
         return tuple(lines)

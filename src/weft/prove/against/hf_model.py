@@ -36,7 +36,7 @@ SIDE_NAMES = {
 
 @dataclass(frozen=True)
 class HFModel:
-    """transformers' model.
+    """A model of transformers with the weights of a run.
 
     Attributes:
         model: of the class that the family names.

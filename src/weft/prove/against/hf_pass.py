@@ -33,7 +33,7 @@ class ModelCall(NamedTuple):
 
 @dataclass
 class HFPass:
-    """One step.
+    """One training step of a model of transformers.
 
     Args:
         hf: the model, whose hooks write here.

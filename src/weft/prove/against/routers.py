@@ -41,7 +41,7 @@ class RouterRecord:
             inner.register_forward_hook(keep)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget the recorded logits."""
         self.logits.clear()
         self.experts.clear()
 

@@ -166,7 +166,7 @@ class Judgement:
 
     @property
     def _rounding_of_sums(self) -> float:
-        """Of the sums over micro-batches and ranks."""
+        """The rounding of the sums over micro-batches and ranks."""
         return (FLOOR + math.sqrt(self.num_units)) * self.types.eps
 
     def _bound_without_noise(self, row: GradientRow, *, num_terms: int) -> float:

@@ -91,7 +91,7 @@ class Comparisons:
         self.differences.append(found)
 
     def as_pass(self, name: str, bounds: str) -> Pass:
-        """The result.
+        """The comparisons as one pass of the report.
 
         Args:
             name: number types, and what was compared.

@@ -53,7 +53,7 @@ NOT_INSTALLED = f"not compared: logits of {LIBRARY}, which is not installed"
 
 @dataclass(frozen=True)
 class ExportProof:
-    """The comparison.
+    """The proof that an exported folder holds what a checkpoint holds.
 
     Attributes:
         subject: a model that transformers has; its mesh has no sites.
@@ -218,7 +218,7 @@ class _Export:
         return self.folder / "imported"
 
     def _import(self) -> None:
-        """As by `weft import`."""
+        """Import the exported folder as `weft import` does."""
         base = self._without_adapters()
         facts = import_facts(base.model, seed=base.run.seed, tokenizer=base.run.data.tokenizer)
         import_hf(

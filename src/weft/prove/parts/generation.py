@@ -99,7 +99,7 @@ def _prompts(subject: Subject) -> tuple[Prompt, ...]:
 
 @dataclass(frozen=True)
 class _GenerationProof:
-    """The comparison.
+    """The comparison of texts and logits of a layout with those of one device.
 
     Attributes:
         subject: in float64.
@@ -277,6 +277,6 @@ class _GenerationProof:
             )
 
     def _order(self, place: TokenPlace) -> tuple[int, int]:
-        """By decode step, then by prompt."""
+        """The sort key of a place: its decode step, then its prompt."""
         num_given = len(self.prompts[place.prompt].tokens)
         return place.position - num_given, place.prompt

@@ -16,7 +16,7 @@ BEFORE_GROWTH = 3
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt.
+    """The tokens of a prompt, and how its text goes on.
 
     Attributes:
         tokens: one at least.
@@ -30,7 +30,7 @@ class Prompt:
 def prompts_of(
     stream: Sequence[int], *, most_positions: int | None, is_long: bool
 ) -> tuple[Prompt, ...]:
-    """The prompts.
+    """The prompts that a proof generates from.
 
     Args:
         stream: tokens of the run, repeated where there are too few.

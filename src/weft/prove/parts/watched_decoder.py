@@ -60,7 +60,7 @@ class WatchedDecoder(Decoder):
             block.register_forward_hook(partial(self._keep, name))
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """As `Decoder.read`."""
+        """Read tokens as `Decoder.read` does, and note what was read."""
         starts = self.lengths or [0] * len(rows)
         counts = [len(row) for row in rows]
         places = []
@@ -73,7 +73,7 @@ class WatchedDecoder(Decoder):
         return super().read(rows)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """As `Decoder.keep_rows`."""
+        """Keep some rows as `Decoder.keep_rows` does."""
         self.prompts = [self.prompts[row] for row in rows]
         super().keep_rows(rows)
 
