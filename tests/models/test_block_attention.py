@@ -16,7 +16,7 @@ from tests.attention import small_blocks
 from weft.core.attention_choice import AttentionDevice
 from weft.core.attention_mask import AttentionMask
 from weft.models.common import attention_kernels, varlen_attention
-from weft.models.common.attention import FusedAttention, eager_attention
+from weft.models.common.attention import Attend, FusedAttention, eager_attention
 from weft.models.common.attention_spec import AttentionSpec, visible_keys
 from weft.models.common.batch import Batch, token_batch
 
@@ -285,3 +285,9 @@ def test_repeated_heads_of_keys_give_the_numbers_of_grouped_ones(heads: tuple[in
     exact = torch.autograd.grad(right, (q, k, v), grad)
     for ours, theirs in zip((out, *gradients), (right, *exact), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, float("nan")])
+def test_a_scale_that_fused_kernels_cannot_compute_is_rejected_with_the_model(scale: float) -> None:
+    with pytest.raises(ValueError, match="needs a factor above 0"):
+        Attend(scale=scale)

@@ -229,6 +229,7 @@ class Attend(nn.Module):
         self.head_bias = head_bias
         self.dropout = dropout
         self.implementation: AttentionImplementation = FusedAttention()
+        AttentionSpec(mask, scale, dropout=dropout)  # rejects a wrong scale where the model is built
 
     @property
     def requirements(self) -> AttentionSpec:

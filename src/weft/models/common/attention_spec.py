@@ -18,7 +18,8 @@ class AttentionSpec:
 
     Attributes:
         mask: which keys a query sees.
-        scale: factor of q k^T; None: 1 / sqrt(head size).
+        scale: factor of q k^T, above 0: torch's fused kernels return NaN for others; None:
+            1 / sqrt(head size).
         softcap: scores s become softcap * tanh(s / softcap) before masking (Gemma 2).
         sinks: one logit per head [H] in the denominator of the softmax, with no value (gpt-oss).
         head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi,
@@ -34,6 +35,10 @@ class AttentionSpec:
     head_bias: Tensor | None = None
     dropout: float = 0.0
     draws: AttentionDraws | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale {self.scale}: attention needs a factor above 0")
 
     @property
     def features(self) -> frozenset[Feature]:
