@@ -197,7 +197,7 @@ class SharedProgress:
     def close(self) -> None:
         """End the thread, and let the other ranks see that this one leaves."""
         self._is_closed = True
-        self._is_busy.set()
+        self._is_busy.set()  # after the flag, which the thread reads when it wakes
         self._peers.close()
 
     def _sleep(self, call: SharedCall, timeout_s: float) -> None:
@@ -252,6 +252,7 @@ class SharedProgress:
             if self._busy:
                 idle_since_s = now_s
             elif now_s - idle_since_s > IDLE_S:
+                # Under the lock, so that a call that starts now either is seen as busy or finds the event cleared.
                 with self.lock:
                     if not self._busy and not self._is_closed:
                         self._is_busy.clear()

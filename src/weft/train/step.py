@@ -289,14 +289,19 @@ class TrainStep:
             raise NonFiniteError(nonfinite_text(loss, norm, nonfinite))
         is_finite = math.isfinite(norm)
         report_phase("update")
+        # Every rank decides alike: the totals are sums over all ranks. A rank that skipped alone would leave the others
+        # in the collectives of the update.
         is_overflow = self.loss_scale.skips(is_finite=is_finite)
         skipped = is_overflow or nonfinite is not None
         if not skipped:
             grad_norm.clip(self.grads, totals.grad_norm_tensor / scale, most=self.clip, scale=scale)
             self.update(lr)
+            # Changes of routers and buffers wait until here, for a step that is skipped must leave them as they were;
+            # nothing has read them since the forward.
             rebalance_routers(self.model.blocks, computed.loads)
             self._update_buffers()
         outer = self._join_sites(report_phase)
+        # Last, for the parameters that are gathered must be those of the outer step, too.
         if not skipped or (outer is not None and outer.is_applied):
             self.grads.after_optimizer_step()
         if nonfinite is None:
@@ -332,6 +337,8 @@ class TrainStep:
             self.grads.before_change()
             self.local_updates.before_inner_step()
         scale = self.loss_scale.value
+        # Targets are counted before the first forward: the seed of every backward divides by those of all ranks, so that
+        # gradients need no scaling afterwards.
         targets = self._count_targets(batches)
         self.grads.zero_grad()
         self.model.buffer_records.take()  # of a step that was skipped, or whose update failed
@@ -340,6 +347,7 @@ class TrainStep:
         )
         report_phase("reduce")
         self.grads.finish()
+        # Copies of tied weights on two stages are added once each is reduced over its data ranks.
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._total_stats(

@@ -229,7 +229,9 @@ class Attend(nn.Module):
         self.head_bias = head_bias
         self.dropout = dropout
         self.implementation: AttentionImplementation = FusedAttention()
-        AttentionSpec(mask, scale, dropout=dropout)  # rejects a wrong scale where the model is built
+        AttentionSpec(
+            mask, scale, dropout=dropout
+        )  # rejects a wrong scale where the model is built
 
     @property
     def requirements(self) -> AttentionSpec:

@@ -196,6 +196,7 @@ class Player:
                 self._execute(state, part)
             else:
                 self._start_transfers(state, part)
+        # A sent tensor may be freed or written only when its send has ended.
         for send in state.sends:
             send.work.wait()
         state.check_empty()
@@ -237,7 +238,7 @@ class Player:
             x = batch.inputs
         else:
             x = state.take_output(source)
-            x.requires_grad_()
+            x.requires_grad_()  # a leaf: its gradient is what the stage before receives
         taken = x if source is None else received_input(self.model.plan, source.stage, x)
         split: SplitBackward | None = None
         if key in self.table.splits:
@@ -257,6 +258,8 @@ class Player:
         if act.stage == last_stage:
             losses.insert(0, sent)
         else:
+            # Without its graph, which `activations` keeps until the backward: a stage that takes the output on this rank
+            # begins a graph of its own.
             state.outputs[act] = sent.detach()
         for loss in losses:
             value = loss.detach().double()
@@ -272,6 +275,7 @@ class Player:
         source = self.table.source(act)
         if source is not None:  # the output was no loss: its gradient comes from the next stage
             gradients[0] = state.take_output(source)
+        # `saved` was taken out of the state, so what autograd frees during this backward is freed in memory, too.
         _backward_through(saved.outputs, gradients)
         if saved.split is not None:
             state.pending_wgrads[key] = saved.split
@@ -293,7 +297,9 @@ class Player:
 
     def _send(self, state: StepState, send: Send) -> None:
         output = state.outputs.pop(send.act)
-        tensor = output.contiguous()
+        tensor = (
+            output.contiguous()
+        )  # kept until the send has ended: a backend reads its memory meanwhile
         work = self.model.comm.start_send(tensor, PP, to=send.peer)
         state.sends.append(_SendUnderWay(work, tensor))
         if len(state.sends) > self.max_sends:

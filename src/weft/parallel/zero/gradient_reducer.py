@@ -219,6 +219,8 @@ class GradientReducer:
         if not is_complete:
             return
         group.expect_gradients()
+        # A complete group is reduced when those before it are: the order in which autograd finishes groups may differ
+        # between ranks, that of collectives may not.
         if self._reduces_now(group.stage) and not group.reduces_each_leaf:
             self._complete.add(key)
             self._reduce_in_order(group.stage)
@@ -334,6 +336,7 @@ class GradientReducer:
         micro-batches.
         """
         self.start_remaining()
+        # All sums start before the first is waited for: the waits then overlap with what is still on its way.
         self._under_way.start_replica_sums()
         for group in self.trained_groups:
             group.finish_step()

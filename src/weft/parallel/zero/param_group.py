@@ -318,6 +318,7 @@ class ParamGroup:
         self._reducing_leaf = self.leaf
         self.is_reduced = True
         if not policy.keeps_unsharded_grad:
+            # The reduction holds the memory until it is waited for; the next backward of this step gets memory of its own.
             self.unsharded_grad = None
             self._grad_views = {}
 
