@@ -43,7 +43,7 @@ DATA = Path("examples/data")
 PAIRS = RUNS / "pairs"
 BASE = RUNS / "base"
 """The model of the first result for transformers, from which the preference run starts."""
-NUM_PAIRS = {"train": 480, "valid": 120}
+NUM_PAIRS = {"train": 320, "valid": 100}
 MOST_CHARS = 40
 """Of a line of a preference pair."""
 MOST_POINTS = 400
@@ -51,6 +51,7 @@ MOST_POINTS = 400
 SHAKESPEARE = (
     f"--data.source {DATA}/shakespeare/train.txt.xz --eval.source {DATA}/shakespeare/valid.txt.xz"
 )
+FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
 COMMON = "--report False --save.at_end False --prove.during 0"
 
 
@@ -98,14 +99,14 @@ RESULTS: Mapping[str, Result] = {
         " --optim.warmup 100 --optim.decay cosine --steps 2000 --seed 1337",
         {
             "one": "--batch.micro_size 12 --save.at_end True",
-            "pp2 tp2": '--mesh "pp2 tp2" --batch.micro_size 3',
+            "pp2": "--mesh pp2 --batch.micro_size 3",
         },
     ),
     "speedrun": Result(
         "GPT-2 in small (12 layers, 12 heads): AdamW, and Muon as in the speed-runs",
-        f"--model.name gpt2 --model.layers 12 --model.dim 96 --model.heads 12 {SHAKESPEARE} --data.seq_len 128"
-        " --eval.every 20 --eval.batches 25 --batch.global_size 8 --optim.warmup 20 --optim.decay linear"
-        " --optim.min_lr 0 --steps 240",
+        f"--model.name gpt2 --model.layers 12 --model.dim 96 --model.heads 12 {SHAKESPEARE} --data.seq_len 64"
+        " --eval.every 20 --eval.batches 50 --batch.global_size 8 --optim.warmup 20 --optim.decay linear"
+        " --optim.min_lr 0 --steps 160",
         {
             "adamw one": "--optim.lr 2e-3 --batch.micro_size 8",
             "adamw pp2 dp2": '--optim.lr 2e-3 --mesh "pp2 dp2" --batch.micro_size 4',
@@ -119,17 +120,19 @@ RESULTS: Mapping[str, Result] = {
         f"--model.name mnist --data.source {DATA}/mnist/train --eval.source {DATA}/mnist/valid"
         " --eval.every 50 --batch.global_size 64 --optim.lr 2e-3 --optim.decay cosine --steps 300 --save.at_end True",
         {
-            "one": "--batch.micro_size 64",
-            "dp4": "--mesh dp4 --batch.micro_size 16",
-            "pp2 tp2": '--mesh "pp2 tp2" --batch.micro_size 16',
+            "float32 one": "--batch.micro_size 64",
+            "float32 dp4": "--mesh dp4 --batch.micro_size 16",
+            "float64 one": f"{FLOAT64} --batch.micro_size 64",
+            "float64 dp4": f"{FLOAT64} --mesh dp4 --batch.micro_size 16",
+            "float64 pp2 tp2": f'{FLOAT64} --mesh "pp2 tp2" --batch.micro_size 16',
         },
     ),
     "dpo": Result(
         "DPO: the line that follows against another one, from the model above",
         f"--model.from_hf {BASE} --data.source {PAIRS}/train.jsonl --data.format preference"
         f" --eval.source {PAIRS}/valid.jsonl --loss dpo --data.seq_len 160 --eval.every 10 --batch.global_size 16"
-        " --optim.lr 3e-4 --optim.warmup 5 --optim.decay cosine --steps 60",
-        {"one": "--batch.micro_size 16", "cp2 tp2": '--mesh "cp2 tp2" --batch.micro_size 8'},
+        " --optim.lr 3e-4 --optim.warmup 5 --optim.decay cosine --steps 40",
+        {"one": "--batch.micro_size 16", "tp2": "--mesh tp2 --batch.micro_size 8"},
         write_pairs,
     ),
 }
@@ -199,8 +202,8 @@ def accuracy(folder: Path) -> float:
     run = load([str(folder / "run.toml")], FAMILIES)
     stored = open_checkpoint(find_checkpoint(str(folder)).path).section("model")
     images = read_pair(str(run.eval.source))
-    labels = torch.from_numpy(images.labels).long()
-    x = torch.from_numpy(images.images)
+    labels = torch.tensor(images.labels).long()
+    x = torch.tensor(images.images)
     batch = Batch(x, labels, positions=torch.zeros_like(labels))
     for name, block in FAMILIES[run.model.name].blocks(run.model).items():
         if name == "loss":

@@ -78,7 +78,13 @@ MEASURES = (
     Measure("grad_norm", "Gradient norm", lambda run: ""),
     Measure("lr", "Learning rate", lambda run: ""),
     Measure("tokens_per_s", "Speed", lambda run: f"{run.unit}/s"),
-    Measure("mfu", "Model FLOPs utilization", lambda run: "%", 100.0, lambda run: f"MFU: {mfu_text(run)}."),
+    Measure(
+        "mfu",
+        "Model FLOPs utilization",
+        lambda run: "%",
+        100.0,
+        lambda run: f"MFU: {mfu_text(run)}.",
+    ),
     Measure("expert_load", "Expert load", lambda run: "x", note=lambda run: LOAD),
 )
 

@@ -21,7 +21,13 @@ from weft import __version__
 from weft.config.run_files import different_keys
 from weft.errors import printable
 from weft.report.charts import Chart, ChartSeries, charts
-from weft.report.figures import answers, config_rows, final_figures, measured_memory_text, stage_memory
+from weft.report.figures import (
+    answers,
+    config_rows,
+    final_figures,
+    measured_memory_text,
+    stage_memory,
+)
 from weft.report.mesh_picture import mesh_picture
 from weft.report.recorded_values import Mark, RunRecord
 from weft.report.svg_charts import COLOURS, DARK, PALETTE, chart_svg, style
@@ -39,6 +45,8 @@ MOST_TEXTS = 20
 MOST_TEXT_CHARS = 20_000
 NUM_PLACES = 400
 """Steps at which tokens and hours are known; between them they are interpolated."""
+
+
 @dataclass(frozen=True)
 class LiveSource:
     """What a live page needs to stay up to date.
