@@ -319,7 +319,13 @@ def test_memory_of_every_stage_stands_beside_its_prediction(tmp_path: Path) -> N
 
 def test_the_formula_and_the_peak_of_mfu_are_on_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [1.0, 1.0])
-    start = {"event": "run", "ranks": 4, "model_flops": 2.0e12, "peak_tflops": 50.0, "start_step": 0}
+    start = {
+        "event": "run",
+        "ranks": 4,
+        "model_flops": 2.0e12,
+        "peak_tflops": 50.0,
+        "start_step": 0,
+    }
     step = {"event": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "mfu": 0.5}
     add_events(folder, {**start, "mfu_text": "3 forwards of model FLOPs, of 50 TFLOP/s a device"})
     add_events(folder, *({**step, "step": number, "step_s": 1.0} for number in (1, 2)))
