@@ -16,6 +16,7 @@ from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
 from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import compare as commands_compare
+from weft.commands import complete as commands_complete
 from weft.commands import dash as commands_dash
 from weft.commands import doctor as commands_doctor
 from weft.commands import explain as commands_explain
@@ -262,6 +263,11 @@ def explain(words: Sequence[str]) -> int:
     return commands_explain.explain(words)
 
 
+def complete(words: Sequence[str]) -> int:
+    """Print a script by which a shell completes the commands."""
+    return commands_complete.complete(words, all_commands())
+
+
 PURPOSES = ("before a run", "train", "be sure of the numbers", "use a model")
 """Headings of `weft --help`: what a reader wants."""
 BEFORE, TRAIN, NUMBERS, USE = PURPOSES
@@ -273,6 +279,7 @@ COMMANDS = {
         explain,
         purpose=BEFORE,
     ),
+    "complete": Command(commands_complete.USAGE, commands_complete.LINE, complete, purpose=BEFORE),
     "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor, purpose=BEFORE),
     "train": Command(
         CONFIG_USAGE,

@@ -151,3 +151,61 @@ def test_the_folder_follows_from_words_and_files(tmp_path: Path, monkeypatch, ca
     assert first[0].parent == Path("runs")
     assert first[0].name.startswith("own-")
     assert first[1] == 2
+
+
+SRUN = """#!/bin/sh
+while [ "$1" != "-m" ]; do shift; done
+exec "$PYTHON" "$@"
+"""
+"""Starts the ranks as Slurm does on one node: here it leaves that to weft."""
+
+
+def array_words(folder: Path, *more: str) -> list[str]:
+    words = words_of(folder, "--optim.lr", "1e-3", "1e-2", "--steps", "2", *more)
+    words.remove("threads")
+    words.remove("--transport")
+    return [*words, "--array", "slurm", "--prove.before", "never"]
+
+
+def put_program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.timeout(240)
+def test_the_tasks_of_a_job_array_are_the_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch script runs with a stand-in for srun; tests/clusters has the real one."""
+    put_program(tmp_path / "bin", "srun", SRUN)
+    put_program(tmp_path / "bin", "sbatch", f"#!/bin/sh\necho $1 >> {tmp_path}/submitted\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    assert main(array_words(tmp_path)) == EXIT_OK
+    script = tmp_path / "sweep" / "job" / "slurm.sh"
+    assert (tmp_path / "submitted").read_text().split() == [str(script)]
+    assert "#SBATCH --array=0-1\n" in script.read_text()
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", str(script)], env=environment, check=True, capture_output=True)
+    done = tmp_path / "sweep" / "lr=1e-2"
+    assert [event["step"] for event in events_of(done) if event["event"] == "step"] == [1, 2]
+    assert not (tmp_path / "sweep" / "lr=1e-3" / "events.jsonl").exists()
+    capfd.readouterr()
+    assert main(array_words(tmp_path)) == EXIT_FAILED  # one of them has not begun
+    out = capfd.readouterr().out
+    assert "--array=0-0" in script.read_text()
+    assert "lr=1e-3" in script.read_text()
+    assert "lr=1e-2" not in script.read_text()
+    rows = [line.split()[:2] for line in out.partition("\nlr ")[2].splitlines()]
+    assert ["1e-2", "done"] in rows
+
+
+def test_an_array_of_unequal_runs_is_rejected(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    meshes = ("--mesh", "dp2", "--mesh", "dp4")
+    assert main(array_words(tmp_path, *meshes)) == EXIT_USER
+    line = "error: array: the runs have different numbers of ranks (got 2 (dp2), 4 (dp4))"
+    assert capfd.readouterr().err.startswith(line)
+    assert not (tmp_path / "sweep").exists()

@@ -22,7 +22,7 @@ from weft.config.run_files import different_keys
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.report.charts import charts
 from weft.report.downsample import downsampled
-from weft.report.figures import answers, final_figures
+from weft.report.figures import answers, final_figures, stage_memory
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.report.svg_charts import WIDTH, chart_svg, picture
@@ -302,3 +302,35 @@ def test_the_speed_is_that_of_the_last_start(tmp_path: Path) -> None:
     add_events(folder, {**prediction, "measured_s": 4.5})
     _, _, speed = answers(RunRecord.read(folder))
     assert any(line.endswith("first steps 4.5 s, inside that range") for line in speed.lines)
+
+
+def test_memory_of_every_stage_stands_beside_its_prediction(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [1.0], status="")
+    step = {"event": "step", "step": 2, "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "step_s": 1.0}
+    mib = 2**20
+    for step_bytes in ([90 * mib, 50 * mib], [80 * mib, 60 * mib]):
+        add_events(folder, {**step, "mem_bytes": 90 * mib, "stage_mem_bytes": step_bytes})
+    assert stage_memory(RunRecord.read(folder)) == ()
+    add_events(folder, {"event": "prediction", "stage_peak_bytes": [70 * mib, 40 * mib]})
+    run = RunRecord.read(folder)
+    assert stage_memory(run) == (("pp0", "70 MiB", "90 MiB"), ("pp1", "40 MiB", "60 MiB"))
+    assert "Memory of the stages" in report_page([run])
+
+
+def test_the_formula_and_the_peak_of_mfu_are_on_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [1.0, 1.0])
+    start = {
+        "event": "run",
+        "ranks": 4,
+        "model_flops": 2.0e12,
+        "peak_tflops": 50.0,
+        "start_step": 0,
+    }
+    step = {"event": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "mfu": 0.5}
+    add_events(folder, {**start, "mfu_text": "3 forwards of model FLOPs, of 50 TFLOP/s a device"})
+    add_events(folder, *({**step, "step": number, "step_s": 1.0} for number in (1, 2)))
+    run = RunRecord.read(folder)
+    (mfu,) = [chart for chart in charts([run]) if chart.key == "mfu"]
+    for text in (mfu.note, answers(run)[2].lines[1]):
+        assert "3 forwards of model FLOPs, of 50 TFLOP/s a device" in text
+        assert "2e+12, over its time and the peak of 4 devices" in text

@@ -70,10 +70,10 @@ def launch(words: Sequence[str]) -> int:
     run = load_checked_run(request.run_words, *_tables(engine), adapt=with_local_folder)
     folder = run.out or new_run_folder(run.model, datetime.now())
     out = Path(folder).absolute()
-    job = _job(run, options, out=out, engine=engine)
+    job = job_of(run, options, out=out, engine=engine)
     faults = [
         *size_faults(options, run.device_mesh, run.device),
-        *_option_faults(job, out, options=options, engine=engine),
+        *option_faults(job, out, options=options, engine=engine),
     ]
     if run.transport == "threads":
         what = "ranks as threads cannot run on a cluster"
@@ -88,13 +88,13 @@ def launch(words: Sequence[str]) -> int:
     first_name = next(iter(engine_files))
     command = engine.submit(job.folder / first_name, options)
     files = {CONFIG: job.config, **engine_files}
-    print_result(_text_of_files(job.folder, files))
+    print_result(text_of_files(job.folder, files))
     if options.dry_run:
         again = [word for word in words if word.partition("=")[0] not in DRY_RUN]
         line = shlex.join(["weft", "launch", *again])
         return print_result(f"dry run: nothing is written. Write and submit it: {line}")
-    _write(job.folder, files)
-    return _submit(command)
+    write_files(job.folder, files)
+    return submit(command)
 
 
 def _help(words: Sequence[str]) -> int:
@@ -157,7 +157,7 @@ def _tables(engine: Engine) -> tuple[CheckTable, ...]:
     return ()
 
 
-def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:
+def job_of(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:
     """The job; its config has the folder of the run as the ranks see it, and resumes."""
     name = job_name(options, out)
     if engine.shares_folder:
@@ -190,18 +190,21 @@ def _names_code(run: Run) -> bool:
     return is_reference(run.model.name) or is_user_class(run.optim.name) or names_alert
 
 
-def _option_faults(
+def option_faults(
     job: ClusterJob, out: Path, *, options: LaunchOptions, engine: Engine
 ) -> Iterator[Fault]:
+    """Words of the options and paths that would not mean themselves in the files of a job, and what
+    the engine finds.
+    """
     own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]
     words = [name for name in own if isinstance(getattr(options, name), str)]
-    yield from text_faults(options, (out, job.work_folder), words)
+    yield from text_faults(options, (out, job.work_folder, *job.array), words)
     yield from engine.option_faults(options)
 
 
-def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:
+def text_of_files(folder: Path, files: Mapping[str, str]) -> str:
     """The job files, each below its path; of the config only the path."""
-    parts = [f"# {folder / CONFIG}: the run config"]
+    parts = [f"# {folder / CONFIG}: the run config"] if CONFIG in files else []
     for name, text in files.items():
         if name != CONFIG:
             path = folder / name
@@ -209,7 +212,12 @@ def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a job.
+
+    Raises:
+        UserError: they cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -219,7 +227,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         raise UserError(Fault("out", "cannot be written", got=got, fix="another --out")) from error
 
 
-def _submit(command: Sequence[str]) -> int:
+def submit(command: Sequence[str]) -> int:
     """Submit the job, if the command of the engine is installed."""
     line = shlex.join(command)
     if shutil.which(command[0]) is None:

@@ -1,4 +1,4 @@
-"""`weft sweep`: a run for every combination of values, one after the other. Checks all before the first. No torch."""
+"""`weft sweep`: a run for every combination of values, in turn or as a job array. Checks all before the first. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -26,6 +27,7 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.status import DONE, UNDER_WAY, run_status
+from weft.commands.sweep_array import submit_array
 from weft.commands.sweep_results import recorded, results_table, write_page
 from weft.commands.sweep_runs import NEW, PlannedRun, train_all
 from weft.config import flags
@@ -36,17 +38,18 @@ from weft.config.keys import Flat, keys_of
 from weft.config.load import try_load
 from weft.config.run_files import different_keys, stored_config
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
+from weft.launchers.slurm import SlurmOptions
 from weft.models import FAMILIES
 from weft.start import preflight
 from weft.start.auto_mesh import choose_before_ranks
 from weft.start.checked_run import load_checked_run, stored_form
 from weft.start.environment import is_joining
-from weft.start.preflight import data_checks
+from weft.start.preflight import data_checks, folder_checks, with_local_folder
 from weft.start.report_at_end import EVENTS
 from weft.start.run_folder import RUNS
 
 NAME = "weft sweep"
-USAGE = "[CONFIG.toml | MODEL.py] --key VALUE VALUE ... [--out FOLDER] [--json]"
+USAGE = "[CONFIG.toml | MODEL.py] --key VALUE VALUE ... [--out FOLDER] [--array slurm] [--json]"
 LINE = "train a run for every combination of values, and compare them"
 MAY_DIFFER = (
     *("steps", "resume_code", "nproc", "port", "report", "track", "profile"),
@@ -58,6 +61,10 @@ MAY_DIFFER = (
 class GridSweepOptions(JsonOptions):
     """Where the runs are."""
 
+    array: Literal["slurm"] | None = Field(
+        None,
+        description="submit the runs as a job array, instead of one after the other; takes the options of `weft launch slurm`",
+    )
     out: str | None = Field(
         None,
         description="folder of the sweep, with a folder for each run; None: one under runs/, the same for the same words",
@@ -74,10 +81,18 @@ def sweep(words: Sequence[str]) -> int:
         usage = f"{NAME} {USAGE}"
         return show_help(GridSweepOptions(), usage, f"{LINE}. All keys of `weft train` as well")
     options, run_words = take_options(words, GridSweepOptions)
+    slurm = None
+    if options.array is not None:
+        slurm, run_words = take_options(run_words, SlurmOptions)
     check_files(options, "json")
     grid = grid_of(run_words, _known_keys(run_words))
     folder = _folder(options, run_words)
-    planned = _checked_runs(grid, folder)
+    planned = _checked_runs(grid, folder, is_array=slurm is not None)
+    if slurm is not None:
+        left = [run for run in planned if not run.is_finished and run.state not in UNDER_WAY]
+        code = submit_array(left, folder, slurm) if left else EXIT_OK
+        has_begun = any(run.state != NEW for run in planned)
+        return code or (_show(grid, planned, folder, options) if has_begun else EXIT_OK)
     output = sys.stderr if options.json == STANDARD_OUTPUT else sys.stdout
     code = train_all(planned, output, again=shlex.join(["weft", "sweep", *words]))
     return code or _show(grid, planned, folder, options)
@@ -119,8 +134,9 @@ def _keys(file: str) -> Flat | None:
         return None
 
 
-def _checked_runs(grid: Grid, folder: Path) -> list[PlannedRun]:
-    """All runs, each with every check that `weft train` makes.
+def _checked_runs(grid: Grid, folder: Path, *, is_array: bool) -> list[PlannedRun]:
+    """All runs, each with every check that `weft train` makes; of an array, which other machines
+    train, those of `weft launch`.
 
     Raises:
         UserError: with every fault; one that several runs have is reported once.
@@ -132,7 +148,7 @@ def _checked_runs(grid: Grid, folder: Path) -> list[PlannedRun]:
     found: dict[Fault, list[str]] = {}
     for point in grid.points:
         try:
-            planned.append(_checked_run(point, folder / point.name))
+            planned.append(_checked_run(point, folder / point.name, is_array=is_array))
         except UserError as error:
             for fault in error.faults:
                 found.setdefault(fault, []).append(point.name)
@@ -151,25 +167,24 @@ def _named_faults(found: Mapping[Fault, Sequence[str]], *, num_runs: int) -> Ite
         yield replace(fault, what=f"{fault.what}, in the run {names[0]}{more}")
 
 
-def _checked_run(point: GridPoint, folder: Path) -> PlannedRun:
+def _checked_run(point: GridPoint, folder: Path, *, is_array: bool) -> PlannedRun:
     """One run, new or to be finished.
 
     Raises:
         UserError: with every fault of its config and of its folder.
     """
     state = run_status(folder, now_s=time.monotonic()).state if _is_begun(folder) else NEW
-    if state in UNDER_WAY:
+    if state in UNDER_WAY and not is_array:
         what = "holds a run that another process trains"
         raise UserError(Fault("out", what, got=repr(str(folder)), fix="wait for its end"))
     words = (*point.words, "--out", str(folder), "--resume", "None" if state == NEW else AUTO)
     stored = stored_config(folder)
-    run = load_checked_run(
-        words,
-        data_checks,
-        preflight.environment_checks,
-        adapt=preflight.after_restart,
-        choose_mesh=choose_before_ranks,
-    )
+    if is_array:
+        tables, adapt, choose_mesh = (data_checks, folder_checks), with_local_folder, None
+    else:
+        tables = (data_checks, preflight.environment_checks)
+        adapt, choose_mesh = preflight.after_restart, choose_before_ranks
+    run = load_checked_run(words, *tables, adapt=adapt, choose_mesh=choose_mesh)
     if run.save.remote is not None:
         what = "is one URL, to which all runs would copy their checkpoints"
         fix = "--save.remote None; copy the folder of the sweep at its end"
@@ -177,7 +192,7 @@ def _checked_run(point: GridPoint, folder: Path) -> PlannedRun:
     if state != NEW:
         _check_same(stored, stored_form(run), folder)
     is_finished = state == DONE and int(stored.get("steps", 0)) >= run.steps
-    return PlannedRun(point, folder, words, state, is_finished=is_finished)
+    return PlannedRun(point, folder, words, run, state, is_finished=is_finished)
 
 
 def _is_begun(folder: Path) -> bool:

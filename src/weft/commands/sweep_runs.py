@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from weft.config.grid import GridPoint
+from weft.config.run import Run
 from weft.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_QUIT, counted, printable
 from weft.run.signals import StopRequest
 from weft.start.messages import print_error
@@ -29,6 +30,7 @@ class PlannedRun:
 
     Attributes:
         words: of `weft train`.
+        run: what they say.
         state: of its folder, as `weft status` says it, or NEW.
         is_finished: whether there is nothing left to do.
     """
@@ -36,6 +38,7 @@ class PlannedRun:
     point: GridPoint
     folder: Path
     words: tuple[str, ...]
+    run: Run
     state: str
     is_finished: bool
 

@@ -54,6 +54,7 @@ class ClusterJob:
         config: text of the run config.
         flags: of `weft train` beside the config: trust in a user's code, which machines may not have
             run before.
+        array: the config of each task of a job array; () for one run.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ClusterJob:
     config: str
     takes_snapshots: bool = False
     flags: tuple[str, ...] = ()
+    array: tuple[Path, ...] = ()
     python: str = sys.executable
 
     @property

@@ -80,10 +80,10 @@ def files(job: ClusterJob, options: SlurmOptions) -> Mapping[str, str]:
     """The batch script."""
     directives = "\n".join(f"#SBATCH {directive}" for directive in _directives(job, options))
     text = f"""#!/bin/bash
-# Training run, written by `weft launch slurm`. It is submitted with sbatch.
+# {_what(job)}. It is submitted with sbatch.
 {directives}
 
-export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
+{_configs(job)}export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
 {_keepers(job, options)}{_watches(job, options)}queued=${{SLURM_RESTART_COUNT:-0}}
 failures=0
 while true; do
@@ -121,14 +121,31 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
         value = getattr(options, name)
         if value:
             directives.append(f"--{name}={value}")
+    if job.array:
+        directives.append(f"--array=0-{len(job.array) - 1}")
+    log = "%A_%a" if job.array else "%j"
     directives += [
         f"--signal=USR1@{options.save_s}",
         "--requeue",
         "--open-mode=append",
         f'--chdir="{job.work_folder}"',
-        f'--output="{job.folder}/slurm-%j.log"',
+        f'--output="{job.folder}/slurm-{log}.log"',
     ]
     return directives
+
+
+def _what(job: ClusterJob) -> str:
+    """What the script is, and who has written it."""
+    if job.array:
+        return "Training runs, a task each, written by `weft sweep --array slurm`"
+    return "Training run, written by `weft launch slurm`"
+
+
+def _configs(job: ClusterJob) -> str:
+    """Lines with the config of each task of an array."""
+    if not job.array:
+        return ""
+    return "\n".join(["configs=(", *(f"  {shlex.quote(str(path))}" for path in job.array), ")\n"])
 
 
 def _keepers(job: ClusterJob, options: SlurmOptions) -> str:
@@ -167,7 +184,10 @@ def _step_command(job: ClusterJob, options: SlurmOptions) -> str:
         words += ["--overlap", f"--nodes={job.nodes}", f"--ntasks={ranks}"]
     if job.cpus_per_rank:
         words.append(f"--cpus-per-task={job.cpus_per_rank}")
-    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path), *job.flags])
+    config = '"${configs[SLURM_ARRAY_TASK_ID]}"' if job.array else shlex.quote(str(job.config_path))
+    return shlex.join([*words, job.python, "-m", "weft", "train"]) + " ".join(
+        ["", config, *map(shlex.quote, job.flags)]
+    )
 
 
 def _wait_for_nodes(job: ClusterJob, options: SlurmOptions) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.report.downsample import Curve, downsampled
+from weft.report.figures import measured_memory_text, mfu_text
 from weft.report.recorded_values import Column, RunRecord
 from weft.report.run_history import number
 from weft.view.progress import loss_unit
@@ -22,7 +23,6 @@ LEAST_POINTS_OF_BLOCK = 50
 """Points of the curve of a block: a model may have hundreds of blocks."""
 MIB, GIB = 2.0**20, 2.0**30
 LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
-MFU = "Model FLOPs of a step (three forwards; of frozen weights two) over the time of the step and the peak of its devices."
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,13 @@ MEASURES = (
     Measure("grad_norm", "Gradient norm", lambda run: ""),
     Measure("lr", "Learning rate", lambda run: ""),
     Measure("tokens_per_s", "Speed", lambda run: f"{run.unit}/s"),
-    Measure("mfu", "Model FLOPs utilization", lambda run: "%", 100.0, lambda run: MFU),
+    Measure(
+        "mfu",
+        "Model FLOPs utilization",
+        lambda run: "%",
+        100.0,
+        lambda run: f"MFU: {mfu_text(run)}.",
+    ),
     Measure("expert_load", "Expert load", lambda run: "x", note=lambda run: LOAD),
 )
 
@@ -127,11 +133,8 @@ def _memory(runs: Sequence[RunRecord], most: int) -> Chart:
     series = list(
         _stages(runs[0], most, unit_bytes) if len(runs) == 1 else _fullest(runs, most, unit_bytes)
     )
-    devices = {str(run.start.get("device", "")).partition(":")[0] for run in runs}
-    note = "Measured: peak that the device's allocator has given out."
-    if devices == {"cpu"}:
-        note = "Measured: resident memory of the process, with Python and torch, which no prediction counts."
-    return Chart("memory", "Memory of a rank", unit, tuple(series), note)
+    note = "; ".join(dict.fromkeys(map(measured_memory_text, runs)))
+    return Chart("memory", "Memory of a rank", unit, tuple(series), f"Measured: {note}.")
 
 
 def _stages(run: RunRecord, most: int, unit_bytes: float) -> Iterator[ChartSeries]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core.dimension import pipeline_axis
 from weft.errors import counted, printable
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import number
@@ -84,18 +85,56 @@ def _memory(run: RunRecord) -> ReportAnswer:
     return ReportAnswer("How much memory?", text, "plain", tuple(lines))
 
 
+def stage_memory(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
+    """Each stage of the last start with its memory, predicted and measured; () where nothing is
+    predicted.
+    """
+    predicted = run.prediction.get("stage_peak_bytes")
+    if not isinstance(predicted, list) or not predicted:
+        return ()
+    names = [f"{pipeline_axis()}{stage}" for stage in range(len(predicted))]
+    of_start = run.stage_bytes[run.last_start]
+    rows = []
+    for stage, (name, num_bytes) in enumerate(zip(names, predicted, strict=True)):
+        measured = of_start[:, stage] if stage < of_start.shape[1] else of_start[:, :0]
+        finite = measured[np.isfinite(measured)]
+        shown = memory(float(finite.max())) if finite.size else "-"
+        place = name if len(names) > 1 else "all ranks"
+        rows.append((place, memory(number(num_bytes)), shown))
+    return tuple(rows)
+
+
+def measured_memory_text(run: RunRecord) -> str:
+    """What the measured memory of a run counts."""
+    if str(run.start.get("device", "")).startswith("cpu"):
+        return "resident memory of the process, with Python and torch, which no prediction counts"
+    return "peak that the device's allocator has given out"
+
+
 def _speed(run: RunRecord) -> ReportAnswer:
     step_s = run.typical("step_s")
     if not math.isfinite(step_s):
         return ReportAnswer("How fast is it?", "fewer than two steps", "plain", ())
     lines = [f"{short_time(step_s)} a step (median since the last start)", *_predicted(run)]
     if math.isfinite(mfu := run.typical("mfu")):
-        lines.append(f"MFU {percent(mfu)}")
+        lines.append(f"MFU {percent(mfu)}: {mfu_text(run)}")
     slow = [mark.text for mark in run.marks if mark.kind == "straggler"]
     lines.extend((*slow[:MOST_LINES], str(run.start.get("schedule") or "")))
     text = f"{count(run.typical_speed)} {run.unit}/s"
     shown = tuple(printable(line) for line in lines if line)
     return ReportAnswer("How fast is it?", text, "bad" if slow else "plain", shown)
+
+
+def mfu_text(run: RunRecord) -> str:
+    """What the MFU of a run is: the formula, the FLOPs of a step, the peak of its devices."""
+    flops, peak = number(run.start.get("model_flops")), number(run.start.get("peak_tflops"))
+    if not (math.isfinite(flops) and math.isfinite(peak)):
+        return "model FLOPs of a step over its time and the peak of its devices"
+    ranks = counted(int(number(run.start.get("ranks"))), "device")
+    return (
+        f"{run.start.get('mfu_text')} (bfloat16); model FLOPs of a step {flops:.3g}, "
+        f"over its time and the peak of {ranks}"
+    )
 
 
 def _predicted(run: RunRecord) -> Iterator[str]:

@@ -21,10 +21,16 @@ from weft import __version__
 from weft.config.run_files import different_keys
 from weft.errors import printable
 from weft.report.charts import Chart, ChartSeries, charts
-from weft.report.figures import answers, config_rows, final_figures
+from weft.report.figures import (
+    answers,
+    config_rows,
+    final_figures,
+    measured_memory_text,
+    stage_memory,
+)
 from weft.report.mesh_picture import mesh_picture
 from weft.report.recorded_values import Mark, RunRecord
-from weft.report.svg_charts import COLOURS, PALETTE, chart_svg, style
+from weft.report.svg_charts import COLOURS, DARK, PALETTE, chart_svg, style
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -39,19 +45,6 @@ MOST_TEXTS = 20
 MOST_TEXT_CHARS = 20_000
 NUM_PLACES = 400
 """Steps at which tokens and hours are known; between them they are interpolated."""
-DARK = {
-    "bg": "#0d1117",
-    "ink": "#e6edf3",
-    "dim": "#9198a1",
-    "rule": "#2a313a",
-    "mark": "#ff7b72",
-    **{
-        f"s{index}": colour
-        for index, colour in enumerate(
-            ("#6ea8fe", "#ff9b5e", "#56d364", "#c297ff", "#39c5cf", "#ff7ba1", "#e3b341", "#a5b0bd")
-        )
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -95,6 +88,7 @@ def report_page(
         charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
         answers=[(run, answers(run)) for run in runs],
         figures=_by_name([final_figures(run) for run in tabled]),
+        stages=[(run, stage_memory(run), measured_memory_text(run)) for run in runs],
         differing=list(config_rows(tabled, different_keys(configs))),
         config=list(
             config_rows(tabled, list(dict.fromkeys(key for each in configs for key in each)))
@@ -162,7 +156,7 @@ def page_css() -> str:
         [
             f":root {{ {light} }}",
             media,
-            style("var(--{})"),
+            style({name: f"var(--{name})" for name in PALETTE}),
             script_file("uplot.css"),
             script_file("page.css"),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,23 +38,38 @@ PALETTE = {
     "mark": "#b42318",
     **{f"s{index}": colour for index, colour in enumerate(COLOURS)},
 }
-"""Of exported pictures; the page has the same names as CSS variables, with other values in the dark."""
+"""Name of a colour -> its value; the page has the same names as CSS variables."""
+DARK = {
+    "bg": "#0d1117",
+    "ink": "#e6edf3",
+    "dim": "#9198a1",
+    "rule": "#2a313a",
+    "mark": "#ff7b72",
+    **{
+        f"s{index}": colour
+        for index, colour in enumerate(
+            ("#6ea8fe", "#ff9b5e", "#56d364", "#c297ff", "#39c5cf", "#ff7ba1", "#e3b341", "#a5b0bd")
+        )
+    },
+}
+"""The same where the reader prefers dark colours."""
 
 
-def style(value: str) -> str:
-    """CSS of the classes of a chart; `{}` in `value` stands for the name of a colour."""
-
-    def of(name: str) -> str:
-        return value.replace("{}", name) if "{}" in value else PALETTE[name]
-
+def style(colours: Mapping[str, str]) -> str:
+    """CSS of the classes of a chart, with these values of its colours."""
     lines = [
-        f".bg{{fill:{of('bg')}}} .ink{{fill:{of('ink')}}} .dim{{fill:{of('dim')}}}",
-        f".rule{{stroke:{of('rule')}}} .mark{{stroke:{of('mark')};stroke-dasharray:4 3}}",
+        f".bg{{fill:{colours['bg']}}} .ink{{fill:{colours['ink']}}} .dim{{fill:{colours['dim']}}}",
+        f".rule{{stroke:{colours['rule']}}} .mark{{stroke:{colours['mark']};stroke-dasharray:4 3}}",
     ]
     for index in range(len(COLOURS)):
-        colour = of(f"s{index}")
+        colour = colours[f"s{index}"]
         lines.append(f".s{index}{{stroke:{colour};fill:none}} .f{index}{{fill:{colour}}}")
     return "\n".join(lines)
+
+
+def style_of_picture() -> str:
+    """The style of an exported picture, in light and dark."""
+    return f"{style(PALETTE)}\n@media (prefers-color-scheme: dark) {{\n{style(DARK)}\n}}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,7 @@ def picture(charts: Sequence[Chart], *, names: Sequence[str], marks: Sequence[Ma
     height = HEIGHT * len(charts) + top
     parts = [
         document_start(WIDTH, height, font_family="DejaVu Sans, sans-serif", font_size=12),
-        f"<style>{style('')}</style>",
+        f"<style>{style_of_picture()}</style>",
         element("rect", width=WIDTH, height=height, **{"class": "bg"}),
         *heading,
     ]

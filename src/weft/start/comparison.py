@@ -67,6 +67,7 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
         "high_s": prediction.step_s.high,
         "peak_bytes": prediction.peak_bytes,
         "rank_0_peak_bytes": roles[0].memory.peak,
+        "stage_peak_bytes": [role.memory.peak for role in roles],
     }
     sites = site_costs(prediction.roles, run.site, step_s=prediction.step_s.mid)
     if sites is not None:
@@ -97,6 +98,17 @@ class MeasuredAndPredicted:
     outer_waits: list[float] = field(default_factory=list)
     num_steps: int = 0
     rank_0_bytes: int = 0
+
+    def with_peak(self, event: Event) -> Event:
+        """The event; the `run` event with what MFU is a share of, where steps will have it."""
+        if event["event"] != "run" or self.utilization is None:
+            return event
+        return {
+            **event,
+            "model_flops": self.utilization.flops,
+            "peak_tflops": self.utilization.peak_tflops,
+            "mfu_text": self.utilization.text,
+        }
 
     def events(self, event: Event) -> Iterator[Event]:
         """The event, perhaps with more fields, and what follows it."""

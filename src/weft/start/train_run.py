@@ -346,7 +346,10 @@ def train_rank(
             log.views = (*log.views, *tracker_sinks(job.track, TrackedRun(log.out, job.config)))
         with_more = None
         if world.rank == 0:
-            with_more = _comparison(job, training, device).events
+            comparison = _comparison(job, training, device)
+            with_more = comparison.events
+            opening_events = tuple(map(comparison.with_peak, training.opening_events))
+            training = replace(training, opening_events=opening_events)
             if device.type == "cuda":
                 note = slow_compute_note(job.config, cuda_name_of(device))
                 if note:
