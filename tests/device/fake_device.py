@@ -200,6 +200,7 @@ def even_expert_loads(recorder: Recorder):
     """
     num_slots = 0
     sort_by_expert = experts.sort_by_expert
+    has_values = experts._has_values
     plain_tolist = FakeTensor.tolist
 
     def sort(experts_NK: Tensor, num_experts: int) -> experts.Sorting:
@@ -232,10 +233,12 @@ def even_expert_loads(recorder: Recorder):
     for module in users:
         module.sort_by_expert = sort
     FakeTensor.tolist = tolist
+    experts._has_values = lambda counts: not counts.is_meta  # on a GPU the host waits for them
     try:
         yield
     finally:
         FakeTensor.tolist = plain_tolist
+        experts._has_values = has_values
         for module in users:
             module.sort_by_expert = sort_by_expert
 

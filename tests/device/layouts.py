@@ -51,6 +51,7 @@ class Layout:
 BF16 = "--precision.compute bfloat16"
 PACKED_LENGTH = 2048
 PACKED = f"--data.packing documents --data.seq_len {PACKED_LENGTH}"
+EXPERTS = "--data.seq_len 64 --model.top_k 2 --model.dim 64 --model.expert_ffn 32 --model.experts"
 
 LAYOUTS = (
     Layout("", measures_layers=True, is_slow=True),
@@ -75,4 +76,7 @@ LAYOUTS = (
     Layout("", model="deepseek", is_slow=True),
     Layout("ep2", model="deepseek", measures_layers=True, is_slow=True),
     Layout("ep2 tp2", "--parallel.zero 3", model="deepseek", rank=3),
+    Layout("dp2", f"{BF16} {EXPERTS} 8", model="qwen3-moe", measures_layers=True, is_slow=True),
+    Layout("dp2", f"{BF16} {EXPERTS} 128", model="qwen3-moe", measures_layers=True),
+    Layout("ep2", f"{BF16} {EXPERTS} 128", model="qwen3-moe", measures_layers=True, is_slow=True),
 )

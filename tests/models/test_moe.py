@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.core.expert_choice import ExpertDevice, ExpertKernelChoice
 from weft.models.common.batch import IGNORE, Batch, Extra, token_batch
-from weft.models.common.experts import Dispatch, Experts, sort_by_expert
+from weft.models.common.experts import (
+    Dispatch,
+    ExpertLoads,
+    Experts,
+    PlannedKernels,
+    expert_linear,
+    sort_by_expert,
+)
 from weft.models.common.layers import SwiGLU
 from weft.models.common.moe import Balance, Choice, MoE, Router, rebalance
 
@@ -147,7 +157,8 @@ def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_numbe
     whole = make_experts(4)
     x = torch.randn(9, DIM)
     counts = torch.tensor([3, 0, 4, 2])
-    y = whole(x, counts)
+    loads = ExpertLoads(counts)
+    y = whole(x, loads)
     by_features = torch.zeros_like(y)
     by_number = []
     for half in (0, 1):
@@ -156,14 +167,14 @@ def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_numbe
             weight = getattr(whole, name).detach()
             own_features = weight.chunk(2, dim)[half]
             setattr(cut, name, torch.nn.Parameter(own_features))
-        by_features += cut(x, counts)
+        by_features += cut(x, loads)
         few = make_experts(4)
         own_experts = slice(2 * half, 2 * half + 2)
         for name in ("gate", "up", "down"):
             weight = getattr(whole, name).detach()
             setattr(few, name, torch.nn.Parameter(weight[own_experts]))
         own_tokens = x.split([3, 6])[half]
-        by_number.append(few(own_tokens, counts[own_experts]))
+        by_number.append(few(own_tokens, ExpertLoads(counts[own_experts])))
     torch.testing.assert_close(by_features, y, **EXACT)
     torch.testing.assert_close(torch.cat(by_number), y, **EXACT)
 
@@ -453,3 +464,124 @@ def test_a_dry_run_takes_the_load_as_even(num_tokens: int, num_experts: int):
     assert out.load.shape == (num_experts,)
     for param in moe.parameters():
         assert param.grad is not None or not param.requires_grad
+
+
+# ── grouped products ──
+
+
+WIDTHS = (16, 24)
+"""Widths of experts that `grouped_mm` takes in every type."""
+LOADS = ((3, 0, 9, 4), (0, 0, 16, 0), (1, 1, 1, 13))
+
+
+@dataclass
+class Products:
+    """Operands of one product of experts, and what it gives."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dy: Tensor
+
+    def run(self, counts: Sequence[int], product: Callable[..., Tensor]) -> list[Tensor]:
+        """The product and the gradients of all operands."""
+        operands = [each for each in (self.x, self.weight, self.bias) if each is not None]
+        leaves = [each.clone().requires_grad_() for each in operands]
+        x, weight, *bias = leaves
+        y = product(x, weight, ExpertLoads(torch.tensor(counts)), bias_EM=bias[0] if bias else None)
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
+
+
+def make_products(dtype: torch.dtype, num_tokens: int, *, has_bias: bool) -> Products:
+    inner, columns = WIDTHS
+    torch.manual_seed(0)
+    return Products(
+        torch.randn(num_tokens, inner).to(dtype),
+        torch.randn(4, columns, inner).to(dtype),
+        torch.randn(4, columns).to(dtype) if has_bias else None,
+        torch.randn(num_tokens, columns).to(dtype),
+    )
+
+
+def by_expert(x: Tensor, weight: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None) -> Tensor:
+    """Token by token, from the formula."""
+    experts = torch.arange(len(weight)).repeat_interleave(loads.counts)
+    rows = [weight[e] @ token for e, token in zip(experts.tolist(), x, strict=True)]
+    y = torch.stack(rows)
+    return y if bias_EM is None else y + bias_EM[experts]
+
+
+@contextmanager
+def calls_of_grouped() -> Iterator[list[str]]:
+    """Names of the calls of `grouped_mm` while it is open."""
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._grouped_mm.default:
+                calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        yield calls
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("counts", LOADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_grouped_products_are_those_of_each_expert_within_rounding(dtype, counts, has_bias):
+    """Each entry is a sum of n products: its error is at most (n + 2) eps of the sum of their sizes,
+    of which float32 accumulation needs far less, and rounding to the type adds one eps.
+    """
+    made = make_products(dtype, sum(counts), has_bias=has_bias)
+    with calls_of_grouped() as calls:
+        found = made.run(counts, expert_linear)
+    assert len(calls) == (5 if has_bias else 3)
+    wide = Products(*(each if each is None else each.double() for each in vars(made).values()))
+    exact = wide.run(counts, by_expert)
+    sizes = Products(
+        *(each if each is None else each.abs() for each in vars(wide).values())
+    ).run(counts, by_expert)
+    eps = torch.finfo(dtype).eps
+    most_terms = 26  # 24 columns, and a bias
+    for got, expected, size in zip(found, exact, sizes, strict=True):
+        assert got.dtype == dtype
+        bound = (most_terms * torch.finfo(torch.float32).eps + 2 * eps) * size
+        assert ((got.double() - expected).abs() <= bound).all()
+    weight_gradient = found[2]
+    for expert, count in enumerate(counts):
+        assert bool(weight_gradient[expert].any()) == (count > 0)
+
+
+@pytest.mark.parametrize("counts", LOADS, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_products_in_float64_are_those_of_each_expert(counts, has_bias):
+    made = make_products(torch.float64, sum(counts), has_bias=has_bias)
+    found = made.run(counts, expert_linear)
+    torch.testing.assert_close(found, made.run(counts, by_expert), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_a_transposed_weight_has_its_layout(dtype):
+    weight = torch.randn(4, *WIDTHS).to(dtype).requires_grad_()
+    x = torch.randn(8, WIDTHS[0]).to(dtype)
+    y = expert_linear(x, weight.mT, ExpertLoads(torch.tensor([3, 0, 4, 1])))
+    y.backward(torch.ones_like(y))
+    assert weight.grad.is_contiguous()
+
+
+def test_experts_without_values_have_an_even_load_and_no_host_wait():
+    experts = Experts(*WIDTHS, num_experts=4).to("meta", torch.bfloat16)
+    x = torch.empty(10, WIDTHS[0], device="meta", dtype=torch.bfloat16)
+    choices: list[ExpertKernelChoice] = []
+    planned = PlannedKernels(ExpertDevice("cuda", (9, 0)), choices.append)
+    counts = torch.empty(4, device="meta", dtype=torch.int64)
+    with calls_of_grouped() as calls:
+        y = experts(x, ExpertLoads(counts, planned=planned))
+        y.backward(torch.empty_like(y))
+    assert y.shape == x.shape
+    assert len(calls) == 7  # x has no gradient
+    assert set(map(str, choices)) == {"grouped (bfloat16 on cuda)"}
+    with calls_of_grouped() as calls:
+        assert experts(x, ExpertLoads(counts)).shape == x.shape
+    assert calls == []

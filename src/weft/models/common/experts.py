@@ -6,7 +6,9 @@ Expert parallelism replaces the seam `Dispatch`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,9 +16,61 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.axes import span_sizes
+from weft.core.expert_choice import (
+    GROUPED_CAPABILITIES,
+    ROW_UNIT_BYTES,
+    ExpertCall,
+    ExpertDevice,
+    ExpertKernelChoice,
+    choose_expert_kernel,
+)
 
 DISPATCH = "weft_dispatch"
 """Child of a module that holds experts and sends tokens to them itself."""
+
+
+@dataclass(frozen=True)
+class PlannedKernels:
+    """What predictions on the meta device say of the kernels of experts.
+
+    Attributes:
+        device: that kernels are chosen for.
+        on_choice: called with each choice.
+    """
+
+    device: ExpertDevice
+    on_choice: Callable[[ExpertKernelChoice], object]
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """How many tokens each expert has, where tokens are in the order of their experts.
+
+    Attributes:
+        counts: [E] int64, on the device of the tokens.
+        on_host: the same numbers, where a dispatch has read them; None: reading them waits for the
+            device.
+        planned: None: kernels are those of the tokens' device.
+    """
+
+    counts: Tensor
+    on_host: tuple[int, ...] | None = None
+    planned: PlannedKernels | None = None
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where the tokens of each expert end, [E] int32: on the device, where `grouped_mm` reads them."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    def lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """The counts on the host; of tensors without values (meta, or fake) an even load."""
+        if self.on_host is None and not _has_values(self.counts):
+            return span_sizes(num_tokens, len(self.counts))
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return self.on_host or tuple(self.counts.tolist())
 
 
 class Experts(nn.Module):
@@ -35,32 +89,102 @@ class Experts(nn.Module):
             bound = weight.shape[2] ** -0.5  # as each nn.Linear
             nn.init.uniform_(weight, -bound, bound)
 
-    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Tokens in the order of their experts, counts_E of them each -> the same order; partial
-        sums where F is sharded.
+    def forward(self, x_ND: Tensor, loads: ExpertLoads) -> Tensor:
+        """Tokens in the order of their experts -> the same order; partial sums where F is sharded.
 
         Every expert gets a gradient, zeros if it saw no token.
         """
-        num_tokens = len(x_ND)
-        runs = x_ND.split(local_lengths(counts_E, num_tokens))
-        experts = zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-        outputs: list[Tensor] = []
-        for run, gate, up, down in experts:
-            is_skipped = len(run) == 0 and num_tokens > 0
-            if is_skipped:
-                continue
-            activated = F.silu(F.linear(run, gate))
-            hidden = activated * F.linear(run, up)
-            outputs.append(F.linear(hidden, down))
-        return torch.cat(outputs)
+        activated = F.silu(expert_linear(x_ND, self.gate, loads))
+        hidden = activated * expert_linear(x_ND, self.up, loads)
+        return expert_linear(hidden, self.down, loads)
 
 
-def local_lengths(counts_E: Tensor, total: int) -> list[int]:
-    """The counts as numbers; of tensors without values (meta, or fake) an even load."""
-    if not _has_values(counts_E):
-        return list(span_sizes(total, len(counts_E)))
-    lengths: list[int] = counts_E.tolist()
-    return lengths
+def expert_linear(
+    x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
+) -> Tensor:
+    """`F.linear` with the weight and the bias of each token's expert -> y_NM, in the same order."""
+    choice = _choose_kernel(x_NK, weight_EMK, loads)
+    # torch computes the shapes of grouped_mm for bfloat16 alone
+    has_no_shapes = x_NK.dtype != torch.bfloat16 and not _has_values(x_NK)
+    if choice.kernel == "loop" or has_no_shapes:
+        return _loop(x_NK, weight_EMK, loads, bias_EM)
+    y_NM = F.grouped_mm(x_NK, weight_EMK.mT, offs=loads.ends)
+    return y_NM if bias_EM is None else y_NM + _bias_of_tokens(x_NK, bias_EM, loads)
+
+
+def _choose_kernel(x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads) -> ExpertKernelChoice:
+    """Of these operands; of the planned device where they have no values."""
+    planned = loads.planned
+    device = _device_of(x_NK) if planned is None else planned.device
+    if device is None:
+        return ExpertKernelChoice("loop", "shapes alone")
+    num_experts, columns, inner = weight_EMK.shape
+    call = ExpertCall(
+        str(x_NK.dtype).removeprefix("torch."),
+        rows=len(x_NK),
+        inner=inner,
+        columns=columns,
+        num_experts=num_experts,
+        is_aligned=_is_aligned(x_NK) and (_is_aligned(weight_EMK) or _is_aligned(weight_EMK.mT)),
+    )
+    choice = choose_expert_kernel(call, device)
+    if planned is not None:
+        planned.on_choice(choice)
+    return choice
+
+
+def _device_of(x: Tensor) -> ExpertDevice | None:
+    """The device of a tensor; of one without values a GPU of any kind; None: the meta device, whose
+    operations are traced.
+    """
+    if x.is_meta:
+        return None
+    if not x.is_cuda:
+        return ExpertDevice("cpu")
+    return _gpu(x.device) if _has_values(x) else ExpertDevice("cuda", (GROUPED_CAPABILITIES[0], 0))
+
+
+@lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> ExpertDevice:
+    return ExpertDevice("cuda", torch.cuda.get_device_capability(device))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows lie one after the other, the first at a multiple of 16 bytes."""
+    if not x.is_contiguous():
+        return False
+    return not _has_values(x) or x.data_ptr() % ROW_UNIT_BYTES == 0
+
+
+def _bias_of_tokens(x_NK: Tensor, bias_EM: Tensor, loads: ExpertLoads) -> Tensor:
+    """The bias of each token's expert, as a product: its gradient is a sum in fixed order, where that
+    of an index adds with atomics.
+    """
+    unit = ROW_UNIT_BYTES // x_NK.element_size()
+    one_NK = x_NK.new_zeros(len(x_NK), unit)
+    one_NK[:, 0] = 1
+    bias_EKM = F.pad(bias_EM.unsqueeze(1), (0, 0, 0, unit - 1))
+    return F.grouped_mm(one_NK, bias_EKM, offs=loads.ends)
+
+
+def _loop(
+    x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, bias_EM: Tensor | None
+) -> Tensor:
+    """Expert after expert; those without tokens are skipped."""
+    num_tokens = len(x_NK)
+    # taken apart at once, as they lie in memory, so that the backward fills one tensor of that layout
+    if weight_EMK.is_contiguous():
+        weights = weight_EMK.unbind()
+    else:
+        weights = tuple(weight_KM.T for weight_KM in weight_EMK.mT.unbind())
+    biases = [None] * len(weights) if bias_EM is None else bias_EM.unbind()
+    runs = x_NK.split(loads.lengths(num_tokens))
+    outputs = [
+        F.linear(run, weight, bias)
+        for run, weight, bias in zip(runs, weights, biases, strict=True)
+        if len(run) > 0 or num_tokens == 0
+    ]
+    return torch.cat(outputs)
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -142,6 +266,7 @@ class Dispatch(nn.Module):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.planned: PlannedKernels | None = None
 
     @property
     def requirements(self) -> frozenset[str]:
@@ -151,12 +276,12 @@ class Dispatch(nn.Module):
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
     ) -> Tensor:
-        """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps
-        that order. The counts are int64 on any device: on the CPU reading them costs no wait.
+        """x_ND -> y_ND; `experts(x, loads)` takes tokens in the order of their experts and keeps
+        that order.
         """
         sorting = sort_by_expert(experts_NK, self.num_experts)
         rows = sorting.spread(x_ND)
-        rows_out: Tensor = experts(rows, sorting.counts)
+        rows_out: Tensor = experts(rows, ExpertLoads(sorting.counts, planned=self.planned))
         return sorting.collect(rows_out, weights_NK)
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.common.experts import DISPATCH, Dispatch, local_lengths
-
-Linear = tuple[Tensor, Tensor | None]
-"""Weight (features out, in) and bias of one expert."""
+from weft.models.common.experts import DISPATCH, Dispatch, ExpertLoads, expert_linear
 
 
 def set_dispatch(lm: nn.Module) -> None:
@@ -46,37 +40,22 @@ def mixture(experts: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: T
 
 
 class ExpertsOfRank:
-    """The experts that a module of transformers holds, one after the other on their own tokens."""
+    """The experts that a module of transformers holds, each on its own tokens."""
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts: Any = experts
 
-    def __call__(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Tokens in the order of their experts, counts_E of them each -> the same order."""
-        num_tokens = len(x_ND)
-        has_gate = self._experts.has_gate
-        inward = self._linears("gate_up_proj" if has_gate else "up_proj")
-        outward = self._linears("down_proj")
-        outputs = [
-            self._expert(run, inward[index], outward[index])
-            for index, run in enumerate(x_ND.split(local_lengths(counts_E, num_tokens)))
-            if len(run) > 0 or num_tokens == 0
-        ]
-        return torch.cat(outputs)
-
-    def _expert(self, x_ND: Tensor, inward: Linear, outward: Linear) -> Tensor:
+    def __call__(self, x_ND: Tensor, loads: ExpertLoads) -> Tensor:
+        """Tokens in the order of their experts -> the same order."""
         experts = self._experts
-        h = F.linear(x_ND, *inward)
+        h = self._linear("gate_up_proj" if experts.has_gate else "up_proj", x_ND, loads)
         h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-        h = F.linear(h, *outward)
+        h = self._linear("down_proj", h, loads)
         return experts.post_expert_norm(h) if experts.has_post_expert_norm else h
 
-    def _linears(self, name: str) -> Sequence[Linear]:
-        """Weight and bias of each expert: taken apart at once, so that the backward fills one tensor."""
+    def _linear(self, name: str, x_NK: Tensor, loads: ExpertLoads) -> Tensor:
         experts = self._experts
-        weights = getattr(experts, name).unbind()
-        if experts.is_transposed:
-            weights = [weight.T for weight in weights]
-        if not experts.has_bias:
-            return [(weight, None) for weight in weights]
-        return list(zip(weights, getattr(experts, f"{name}_bias").unbind(), strict=True))
+        weight = getattr(experts, name)
+        bias_EM = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        weight_EMK = weight.mT if experts.is_transposed else weight
+        return expert_linear(x_NK, weight_EMK, loads, bias_EM=bias_EM)

@@ -52,7 +52,7 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
         F.linear, F.bilinear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
         torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm,
-        torch.einsum, torch.tensordot, F.grouped_mm,
+        torch.einsum, torch.tensordot, torch._grouped_mm,
         F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
         F.embedding, F.embedding_bag, torch.index_select, Tensor.index_select, Tensor.__getitem__,
     }

@@ -26,7 +26,14 @@ from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch
-from weft.models.common.experts import DISPATCH, Dispatch, Sorting, sort_by_expert
+from weft.models.common.experts import (
+    DISPATCH,
+    Dispatch,
+    ExpertLoads,
+    PlannedKernels,
+    Sorting,
+    sort_by_expert,
+)
 from weft.models.common.init import path_below
 from weft.models.common.moe import Balance, MoE
 from weft.models.common.seam import check_replaceable
@@ -97,6 +104,7 @@ class ExpertParallelDispatch(nn.Module):
         self.comm = comm
         self.axis = axis
         self.meta_load: ExpertLoad = even_load
+        self.planned: PlannedKernels | None = None
 
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
@@ -128,7 +136,8 @@ class ExpertParallelDispatch(nn.Module):
         )
         by_expert = _by_expert(local_counts_RE, num_rows=sum(recv_sizes))
         rows = by_expert.spread(received)
-        rows_out: Tensor = experts(rows, torch.tensor(expert_counts[lo:hi]))
+        loads = ExpertLoads(by_expert.counts, tuple(expert_counts[lo:hi]), self.planned)
+        rows_out: Tensor = experts(rows, loads)
         returned = ops.all_to_all(
             _inverse(by_expert).spread(rows_out),
             comm,

@@ -1,0 +1,96 @@
+"""Which kernel multiplies tokens by the weights of their experts, and why: a pure function. No torch.
+
+Note [Kernels of experts]
+    grouped     `grouped_mm`: one launch for all experts; their loads stay on the device
+    loop        a product for each expert that has tokens; the host waits for the loads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ExpertKernelName = Literal["grouped", "loop"]
+
+GROUPED_CAPABILITIES = (9, 10)
+"""GPUs by their major number; on others `grouped_mm` reads the loads on the host and loops, too."""
+GROUPED_BYTES = {
+    "cpu": {"float32": 4, "bfloat16": 2, "float16": 2},
+    "cuda": {"bfloat16": 2},
+}
+"""Number types that `grouped_mm` multiplies, and the size of an entry; on a GPU others are looped."""
+ROW_UNIT_BYTES = 16
+MOST_GROUPS = 1023
+
+
+@dataclass(frozen=True)
+class ExpertDevice:
+    """A device that multiplies tokens by the weights of their experts.
+
+    Attributes:
+        capability: of a GPU, as CUDA counts it.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """Products of `rows` tokens, each by the matrix of its expert, [inner, columns].
+
+    Attributes:
+        dtype: name of the number type, as torch has it.
+        is_aligned: rows of the operands lie one after the other, and begin at multiples of 16 bytes.
+    """
+
+    dtype: str
+    rows: int
+    inner: int
+    columns: int
+    num_experts: int
+    is_aligned: bool = True
+
+
+@dataclass(frozen=True)
+class ExpertKernelChoice:
+    """The kernel of a call, and why it is taken."""
+
+    kernel: ExpertKernelName
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.why})"
+
+
+def choose_expert_kernel(call: ExpertCall, device: ExpertDevice) -> ExpertKernelChoice:
+    """The kernel of the products of experts; see Note [Kernels of experts].
+
+    >>> call = ExpertCall("bfloat16", rows=8192, inner=2048, columns=768, num_experts=128)
+    >>> str(choose_expert_kernel(call, ExpertDevice("cuda", (9, 0))))
+    'grouped (bfloat16 on cuda)'
+    >>> str(choose_expert_kernel(call, ExpertDevice("cuda", (8, 0))))
+    'loop (grouped_mm needs a GPU of capability 9.x or 10.x)'
+    """
+    reason = _why_not_grouped(call, device)
+    if reason is None:
+        return ExpertKernelChoice("grouped", f"{call.dtype} on {device.kind}")
+    return ExpertKernelChoice("loop", reason)
+
+
+def _why_not_grouped(call: ExpertCall, device: ExpertDevice) -> str | None:
+    size = GROUPED_BYTES[device.kind].get(call.dtype)
+    if size is None:
+        return f"grouped_mm does not take {call.dtype} on {device.kind}"
+    if device.kind == "cuda" and device.capability[0] not in GROUPED_CAPABILITIES:
+        return "grouped_mm needs a GPU of capability 9.x or 10.x"
+    if any(length * size % ROW_UNIT_BYTES for length in (call.inner, call.columns)):
+        unit = ROW_UNIT_BYTES // size
+        return f"grouped_mm needs widths that are multiples of {unit}: {call.inner}, {call.columns}"
+    if not call.is_aligned:
+        return f"grouped_mm needs rows that begin at multiples of {ROW_UNIT_BYTES} bytes"
+    if call.num_experts > MOST_GROUPS:
+        return f"grouped_mm takes at most {MOST_GROUPS} experts"
+    if call.rows == 0 or (device.kind == "cpu" and call.rows < call.num_experts):
+        return "most experts have no token"  # and are skipped
+    return None
