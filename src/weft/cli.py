@@ -48,6 +48,7 @@ from weft.run.failure import describe_error
 from weft.run.worker import OrderlyEnd, exit_code_of
 from weft.start import environment, preflight
 from weft.start.auto_mesh import choose_before_ranks
+from weft.start.auto_recompute import choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.messages import print_error, print_messages
 from weft.start.preflight import data_checks
@@ -250,6 +251,7 @@ def train(words: Sequence[str]) -> int:
         preflight.environment_checks,
         adapt=preflight.after_restart,
         choose_mesh=choose_before_ranks,
+        choose_recompute=choose_recompute_before_ranks,
     )
     return train_checked(run).code
 

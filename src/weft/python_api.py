@@ -25,12 +25,15 @@ from weft.config.run import Run
 from weft.config.unused_keys import ranks_are_supervised
 from weft.core.transports import PROCESS, THREADS
 from weft.errors import EXIT_OK, Fault, RankError, UserError, WeftError
+from weft.layout.recomputation import KEY as RECOMPUTE
+from weft.layout.recomputation import is_chosen_by_memory
 from weft.models import FAMILIES
 from weft.prove.recorded import first_config_path
 from weft.prove.report import ProofReport
 from weft.run.signals import StopRequest
 from weft.start import preflight, run_folder
 from weft.start.auto_mesh import choose_before_ranks, choose_mesh
+from weft.start.auto_recompute import choose_recompute, choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.environment import is_joining
 from weft.start.given_values import given_values, stored_data
@@ -222,6 +225,7 @@ def prove(
             preflight.optimizer_checks,
             values={**values, **of_tokens},
             choose_mesh=choose_mesh,
+            choose_recompute=choose_recompute,
         )
         if what:
             return prove_run_parts(run, what, steps=first, full=full)
@@ -235,7 +239,13 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
         UserError: it is not possible.
     """
     words, values = given_values(config, model, data)
-    return load_checked_run(words, data_checks, values=values, choose_mesh=choose_mesh)
+    return load_checked_run(
+        words,
+        data_checks,
+        values=values,
+        choose_mesh=choose_mesh,
+        choose_recompute=choose_recompute,
+    )
 
 
 @dataclass(frozen=True)
@@ -288,8 +298,11 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
             values={**values, **of_tokens},
             adapt=preflight.after_restart if is_rank else None,
             choose_mesh=choose_before_ranks,
+            choose_recompute=choose_recompute_before_ranks,
         )
     chosen = {"mesh": run.mesh} if run.mesh else {}  # `auto` is chosen once
+    if is_chosen_by_memory(run.parallel.recompute):
+        chosen[RECOMPUTE] = run.parallel.recompute
     return _PreparedRun(words, {**values, **chosen}, run, tokens)
 
 

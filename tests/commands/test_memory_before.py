@@ -81,7 +81,7 @@ def test_a_run_that_cannot_be_measured_says_so_and_compares_what_the_config_says
     )
     assert "activations of 2 ranks are estimated at " in note
     monkeypatch.setattr(memory_before, "has_gpus", lambda _: True)
-    monkeypatch.setattr(memory_before, "_gpu_bytes", lambda: states / 2 - 1)
+    monkeypatch.setattr(memory_before, "gpu_bytes", lambda: states / 2 - 1)
     with pytest.raises(ConfigError, match=r"a rank is larger than its GPU \(got at least "):
         check_memory(run)
 
@@ -97,9 +97,9 @@ def test_the_fullest_rank_is_compared_with_its_gpu(monkeypatch: pytest.MonkeyPat
     )
     names = {"NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"}
     monkeypatch.setattr(memory_before, "gpu_names", lambda: tuple(names))
-    assert memory_before._gpu_bytes() == pytest.approx(40e9, rel=0.1)
+    assert memory_before.gpu_bytes() == pytest.approx(40e9, rel=0.1)
     monkeypatch.setattr(memory_before, "gpu_names", lambda: ("NVIDIA H100 80GB HBM3", "Other"))
-    assert memory_before._gpu_bytes() is None
+    assert memory_before.gpu_bytes() is None
 
 
 def test_a_container_has_the_memory_of_its_limit(

@@ -17,7 +17,7 @@ from tests.live import Live
 from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
-from weft.layout.plan import Recompute
+from weft.layout.recomputation import RecomputeMode, read_policy
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
@@ -27,7 +27,7 @@ from weft.testing import run_ranks
 
 B, S, D, H, G, FFN = 2, 32, 64, 8, 4, 176
 K = D // H
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 def llama_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -49,7 +49,7 @@ def some_input(dtype: torch.dtype = torch.float32) -> Tensor:
     )
 
 
-def saved_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
+def saved_by_layer(mode: RecomputeMode, dtype: torch.dtype) -> int:
     """Bytes that the layer's forward leaves allocated, besides its parameters, its input and its
     output.
     """
@@ -58,7 +58,7 @@ def saved_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
     batch = some_batch()
     live = Live()
     given = (x, *layer.parameters(), batch.positions)
-    block = recompute_block("layer0", layer, mode)
+    block = recompute_block(layer, mode)
     with live:
         y = block(x, batch)
     return live.num_bytes(but=(y, *given))
@@ -76,7 +76,7 @@ STATS = H + K
 @pytest.mark.parametrize(
     ("mode", "numbers"), [("none", NONE + STATS + 2), ("selective", SELECTIVE + STATS), ("full", 0)]
 )
-def test_a_layer_saves_what_the_formula_says(mode: Recompute, numbers: int) -> None:
+def test_a_layer_saves_what_the_formula_says(mode: RecomputeMode, numbers: int) -> None:
     assert saved_by_layer(mode, torch.float32) == 4 * B * S * numbers
 
 
@@ -92,12 +92,12 @@ def test_in_bfloat16_selective_saves_no_float32_copies_of_norms() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_gradients_are_bit_equal_to_those_without_recomputation(
-    mode: Recompute, dtype: torch.dtype
+    mode: RecomputeMode, dtype: torch.dtype
 ) -> None:
-    def gradients(mode: Recompute) -> list[Tensor]:
+    def gradients(mode: RecomputeMode) -> list[Tensor]:
         layer = llama_layer(dtype)
         x = some_input(dtype)
-        block = recompute_block("layer0", layer, mode)
+        block = recompute_block(layer, mode)
         out = block(x, some_batch())
         out.square().sum().backward()
         return [x.grad, *(param.grad for param in layer.parameters())]
@@ -119,8 +119,8 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls_of_backward(mode: Recompute) -> Count[str]:
-    y = recompute_block("layer0", llama_layer(), mode)(some_input(), some_batch())
+def calls_of_backward(mode: RecomputeMode) -> Count[str]:
+    y = recompute_block(llama_layer(), mode)(some_input(), some_batch())
     with Calls() as calls:
         y.backward(torch.ones_like(y))
     return calls.of
@@ -147,7 +147,7 @@ def test_selective_repeats_each_norm_once_and_no_matrix_product_or_attention() -
     assert calls["rsqrt"] - plain["rsqrt"] == NORMS, "not once for each linear that reads the norm"
 
 
-def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
+def kept_over_time(mode: RecomputeMode, *, is_split: bool) -> tuple[int, int]:
     """Bytes that are left after the forward, and after the backward of the input (all of it, or I
     where it is split).
     """
@@ -160,7 +160,7 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
     gc.disable()  # what only the garbage collector would free counts as saved
     try:
         with live, split or nullcontext():
-            y = recompute_block("layer0", layer, mode)(x, batch)
+            y = recompute_block(layer, mode)(x, batch)
         before = live.num_bytes(but=(y, *given))
         with live:
             y.backward(torch.ones_like(y))
@@ -177,7 +177,7 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_the_backward_nothing_is_allocated(mode: Recompute) -> None:
+def test_after_the_backward_nothing_is_allocated(mode: RecomputeMode) -> None:
     assert kept_over_time(mode, is_split=False)[1] == 0
 
 
@@ -192,27 +192,24 @@ def test_under_a_split_backward_neither_forward_nor_i_saves_more() -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_a_graph_that_is_retained_runs_backward_twice(mode: Recompute) -> None:
+def test_a_graph_that_is_retained_runs_backward_twice(mode: RecomputeMode) -> None:
     layer = llama_layer()
     x = some_input()
-    y = recompute_block("layer0", layer, mode)(x, some_batch()).square().sum()
+    y = recompute_block(layer, mode)(x, some_batch()).square().sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
 
 
 def test_without_gradients_nothing_is_saved() -> None:
-    block = recompute_block("layer0", llama_layer(), "full")
+    block = recompute_block(llama_layer(), "full")
     with torch.no_grad():
         assert not block(some_input(), some_batch()).requires_grad
 
 
 def test_embedding_head_and_loss_are_not_recomputed() -> None:
-    blocks = {name: nn.Identity() for name in ("embed", "layer0", "mtp0", "head", "loss")}
-    changed = {
-        name for name, block in blocks.items() if recompute_block(name, block, "full") is not block
-    }
-    assert changed == {"layer0", "mtp0"}
+    modes = read_policy("full").of_blocks(0, ("embed", "layer0", "mtp0", "head", "loss"))
+    assert [name for name, mode in modes.items() if mode == "full"] == ["layer0", "mtp0"]
 
 
 def test_a_recomputed_result_that_is_modified_in_place_is_saved_as_it_is() -> None:
@@ -282,7 +279,7 @@ def test_a_repeated_forward_that_saves_fewer_tensors_is_an_error() -> None:
         FullRecompute(call).run().sum().backward()
 
 
-def all_reduces_of_a_step(mode: Recompute) -> int:
+def all_reduces_of_a_step(mode: RecomputeMode) -> int:
     case = Case("tp2", family="gpt2", microbatches=1, recompute=mode)
 
     def rank(comm: Comm) -> int:

@@ -17,6 +17,7 @@ from weft.errors import EXIT_FAILED, EXIT_OK
 from weft.layout.explain import explain as explain_plan
 from weft.models import model_label
 from weft.start.auto_mesh import choose_mesh
+from weft.start.auto_recompute import choose_recompute
 from weft.start.checked_run import load_checked_run
 from weft.view.explain_page import explain_page
 
@@ -42,7 +43,7 @@ def explain(words: Sequence[str]) -> int:
     """
     output, rest = take_options(words, ExplainOptions)
     check_files(output, "html", "json")
-    run = load_checked_run(rest, choose_mesh=choose_mesh)
+    run = load_checked_run(rest, choose_mesh=choose_mesh, choose_recompute=choose_recompute)
     hardware = hardware_of(run)
     plan = plan_of(run)
     layout = explain_plan(plan, kind=run.model.kind)

@@ -19,6 +19,7 @@ from weft.prove.recorded import first_config_path
 from weft.prove.report import ProofReport
 from weft.prove.rows import Rows
 from weft.start.auto_mesh import choose_mesh
+from weft.start.auto_recompute import choose_recompute
 from weft.start.checked_run import load_checked_run, set_openmp_policy
 from weft.start.preflight import optimizer_checks
 from weft.start.prove_parts import KEY as WHAT
@@ -104,7 +105,9 @@ def prove(words: Sequence[str]) -> int:
     else:
         # short rows fit any vocabulary
         tables = [optimizer_checks, *([proof_data_checks] if options.rows == "own" else [])]
-        run = load_checked_run(rest, *tables, choose_mesh=choose_mesh)
+        run = load_checked_run(
+            rest, *tables, choose_mesh=choose_mesh, choose_recompute=choose_recompute
+        )
         set_openmp_policy()
         report = _prove_checked(run, options)
     if options.html is not None:

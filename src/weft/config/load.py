@@ -79,11 +79,13 @@ class Loaded:
     be checked.
 
     Attributes:
+        named: keys that flags or values give.
         auto_mesh: where `mesh = "auto"` stands, if it does; the mesh of `run` is then empty.
     """
 
     run: Run
     faults: tuple[Fault, ...]
+    named: frozenset[str] = frozenset()
     auto_mesh: Literal["file", "flag"] | None = None
 
 
@@ -207,7 +209,7 @@ def try_load(
         *optimizer,
         *mesh_faults,
     )
-    return Loaded(run=run, faults=faults, auto_mesh=auto_mesh)
+    return Loaded(run=run, faults=faults, named=frozenset(named), auto_mesh=auto_mesh)
 
 
 def _read_sources(

@@ -35,6 +35,7 @@ from weft.core.mesh import Mesh
 from weft.core.transports import TransportName
 from weft.layout.compilation import Compile
 from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.layout.recomputation import RecomputePolicy, known_policy, read_policy
 
 
 class Run(ConfigSection):
@@ -225,6 +226,12 @@ def has_chunked_losses(run: Run) -> bool:
     return 4 * num_tokens * vocab >= LARGE_LOGITS
 
 
+def recompute_of(run: Run) -> RecomputePolicy:
+    """What its layers recompute; nothing where that is not chosen yet."""
+    policy = known_policy(run.parallel.recompute, run.num_stages)
+    return policy or read_policy("none")
+
+
 def plan_of(run: Run) -> Plan:
     """The plan that this config asks for.
 
@@ -246,7 +253,7 @@ def plan_of(run: Run) -> Plan:
         sequence_parallel=run.parallel.sequence,
         context=run.parallel.context,
         zero=run.parallel.zero,
-        recompute=run.parallel.recompute,
+        recompute=recompute_of(run).text,
         compile=run.compile,
         chunked_losses=has_chunked_losses(run),
         params=run.precision.params,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticKnownError
 
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
 from weft.core.sequence import DEFAULT_CONTEXT, Context
+from weft.layout.recomputation import NEED, read_key
 from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES
 
 MAX_COUNT = 10**12
@@ -312,6 +314,13 @@ def _numbers(name: str, text: str) -> float | tuple[float, ...]:
     return numbers[0]
 
 
+def _recompute(text: str) -> str:
+    try:
+        return read_key(text)
+    except ValueError:
+        raise PydanticKnownError("literal_error", {"expected": NEED}) from None
+
+
 class ParallelConfig(ConfigSection):
     """Options of the layout besides the mesh."""
 
@@ -324,8 +333,12 @@ class ParallelConfig(ConfigSection):
     context: Context = Field(
         DEFAULT_CONTEXT, description="how attention reads keys and values across cp"
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations that are recomputed in the backward"
+    recompute: Annotated[str, AfterValidator(_recompute)] = Field(
+        "none",
+        title=NEED,
+        examples=["full:12"],
+        description="activations that are recomputed in the backward: none, selective, full; full:12 in the first 12 "
+        "layers of each stage; auto: as few as the memory needs",
     )
     logits: Literal["auto", "whole", "chunked"] = Field(
         "auto",

@@ -22,7 +22,7 @@ from weft.config.layout_rules import (
     sharded_sizes,
 )
 from weft.config.profiled_steps import profile_faults
-from weft.config.run import Run, plan_of
+from weft.config.run import Run, plan_of, recompute_of
 from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
     evaluations_exist,
@@ -104,6 +104,11 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             reads=("compile", "mesh", "batch", "pipeline", "parallel.recompute"),
             find=partial(blocks_can_be_compiled, run),
         ),
+        Check(
+            reads=("mesh", "pipeline.chunks", "parallel.recompute"),
+            find=partial(stages_can_recompute, run),
+            suggest=_no_suggestions,
+        ),
         Check(("mesh", "site"), partial(sites.sites_exist, mesh, run.site)),
         Check(
             reads=("mesh", "precision", "deterministic"),
@@ -178,6 +183,11 @@ def _alternatives(
         smaller = Mesh.parse(suggestion["mesh"])
         if not any(dimension_faults(smaller, model, parallel, mesh_axis=dimension.name)):
             yield suggestion
+
+
+def stages_can_recompute(run: Run) -> Iterator[Fault]:
+    """A policy of recomputation for each stage names as many as there are."""
+    return recompute_of(run).faults(run.num_stages)
 
 
 def blocks_can_be_compiled(run: Run) -> Iterator[Fault]:

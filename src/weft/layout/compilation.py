@@ -11,7 +11,7 @@ Note [What is compiled]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from weft.core.dimension import block_axes
@@ -26,11 +26,12 @@ OFF = "--compile off"
 
 
 def compile_faults(
-    mesh: Mesh, *, recompute: str, splits_backward: bool, schedule: str
+    mesh: Mesh, *, recompute: Collection[str], splits_backward: bool, schedule: str
 ) -> Iterator[Fault]:
     """Why the blocks of a layout cannot be compiled.
 
     Args:
+        recompute: modes of recomputation of layers.
         splits_backward: whether the schedule computes gradients of inputs and of weights apart.
     """
     inside = [axis for axis in mesh.wide_axes if axis in block_axes()]
@@ -42,7 +43,7 @@ def compile_faults(
             need="off",
             fix=f"{OFF}, or a mesh without {' and '.join(inside)}",
         )
-    if recompute == "selective":
+    if "selective" in recompute:
         yield Fault(
             KEY,
             "selective recomputation looks at each operation of a block",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from weft.core.axes import data_axes, state_axes
@@ -11,6 +12,7 @@ from weft.core.mesh import WIDTH
 from weft.core.model_config import SAMPLE_NAMES, InputKind
 from weft.errors import counted
 from weft.layout.plan import Plan
+from weft.layout.recomputation import layers_of
 
 ONCE = "once a step, during the backward of the last micro-batch"
 EVERY_MICROBATCH = "during the backward of every micro-batch"
@@ -33,6 +35,7 @@ def explain(plan: Plan, *, kind: InputKind = "tokens") -> str:
     lines = plan.mesh.overview().splitlines()
     lines.extend(_batch_lines(plan, kind))
     lines.extend(_stage_lines(plan))
+    lines.extend(_recompute_lines(plan))
     lines.extend(_traffic_lines(plan))
     fitting: list[str] = []
     for line in lines:
@@ -79,6 +82,19 @@ def _stage_lines(plan: Plan) -> list[str]:
         percent = 100 * stage.flops / total_flops
         what = f"{_blocks_text(stage.blocks)} ({num_blocks}, {percent:.0f}% of the FLOPs)"
         lines.append(f"  stage {index} on {pipeline_axis()}{rank}: {what}")
+    return lines
+
+
+def _recompute_lines(plan: Plan) -> list[str]:
+    """What is recomputed, of all layers or by stage."""
+    policy = plan.recompute_policy
+    if policy.uniform is not None:
+        return [] if policy.uniform == "none" else [f"recomputation: {policy.uniform}"]
+    lines = ["recomputation of the first layers of each stage:"]
+    for index, stage in enumerate(plan.stages):
+        counts = Counter(policy.of_layers(index, len(layers_of(stage.blocks))))
+        words = [f"{count} {mode}" for mode, count in counts.items()]
+        lines.append(f"  stage {index}: {', '.join(words) or 'no layers'}")
     return lines
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from weft.core.axes import Rule
 from weft.core.dimension import (
@@ -28,6 +28,7 @@ from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import DEFAULT_CONTEXT, Context, length_unit
 from weft.errors import Fault, PlanError, counted
 from weft.layout.compilation import Compile, compile_faults
+from weft.layout.recomputation import RecomputeMode, RecomputePolicy, layers_of, read_policy
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import DEFAULT_SCHEDULE, find, short_name
@@ -36,7 +37,8 @@ from weft.schedule.simulate import UNIT_COSTS, simulate
 from weft.schedule.table_file import TableLines
 from weft.schedule.timeline import bubble
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Annotated[str, AfterValidator(lambda text: read_policy(text).text)]
+"""Text of a `RecomputePolicy`."""
 
 MeshField = Annotated[
     Mesh,
@@ -72,6 +74,7 @@ class Plan(BaseModel):
         schedule_lines: content of that file; empty for a public name.
         microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
             sequences.
+        recompute: what layers recompute, see `weft.layout.recomputation`.
         compile: whether torch.compile compiles blocks; "auto": on GPUs, in layouts that allow it.
         rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
             mesh does not have.
@@ -156,11 +159,38 @@ class Plan(BaseModel):
         """Whether the schedule computes gradients of inputs and of weights apart."""
         return any(act.kind == "W" for row in self.table.rows for act in row)
 
+    @property
+    def recompute_policy(self) -> RecomputePolicy:
+        """What each layer recomputes."""
+        return read_policy(self.recompute)
+
+    @property
+    def recompute_of(self) -> Mapping[str, RecomputeMode]:
+        """Name of a block -> what it recomputes."""
+        modes: dict[str, RecomputeMode] = {}
+        for number in range(len(self.stages)):
+            modes.update(self.stage_modes(number))
+        return modes
+
+    def stage_modes(self, stage: int) -> Mapping[str, RecomputeMode]:
+        """Name of a block of a stage -> what it recomputes."""
+        return self.recompute_policy.of_blocks(stage, self.stages[stage].blocks)
+
+    def with_blocks(self, kept: Sequence[Sequence[str]]) -> Plan:
+        """The plan with these blocks of each stage alone; each recomputes what it does in this one."""
+        stages = []
+        for stage, blocks in zip(self.stages, kept, strict=True):
+            stages.append(stage.model_copy(update={"blocks": tuple(blocks)}))
+        modes_of = self.recompute_of
+        modes = [[modes_of[name] for name in layers_of(blocks)] for blocks in kept]
+        recompute = RecomputePolicy.of_modes(modes).text
+        return self.model_copy(update={"stages": tuple(stages), "recompute": recompute})
+
     def compile_faults(self) -> tuple[Fault, ...]:
         """Why the blocks cannot be compiled in this layout; empty where they can."""
         found = compile_faults(
             self.mesh,
-            recompute=self.recompute,
+            recompute=self.recompute_policy.modes,
             splits_backward=self.splits_backward,
             schedule=self.schedule_name,
         )
@@ -261,6 +291,7 @@ def _faults(plan: Plan) -> Iterator[Fault]:
     schedule = find(plan.schedule, plan.schedule_lines)
     yield from schedule.faults(ranks=ranks, chunks=plan.chunks, microbatches=plan.microbatches)
     yield from _stage_faults(plan)
+    yield from plan.recompute_policy.faults(len(plan.stages))
     unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
     if plan.seq_len % unit:
         what = "does not divide over the ranks that share a sequence"

@@ -83,9 +83,9 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
 def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
     """`choose_mesh` in this process."""
     if not is_flag and run.resume is not None:
-        recorded = _recorded(run.resume, run.out)
-        if recorded is not None:
-            return recorded
+        mesh, path = recorded_value(run.resume, run.out, "mesh") or (AUTO_MESH, None)
+        if mesh != AUTO_MESH:
+            return ChosenMesh.because(mesh, f"as in {path}; --mesh auto chooses anew")
     search: SearchMesh | None = installed(ENTRY_POINTS, AUTO_MESH)
     if search is None:
         what = "auto is searched by the package weft_plan, which is not installed"
@@ -95,8 +95,8 @@ def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
     return search(run, before_ranks=before_ranks)
 
 
-def _recorded(resume: str, out: str | None) -> ChosenMesh | None:
-    """The mesh of the run whose checkpoint is resumed."""
+def recorded_value(resume: str, out: str | None, key: str) -> tuple[str, Path] | None:
+    """The text of a key in the config of the run whose checkpoint is resumed, and the file."""
     if starts_new(resume, out):
         return None
     named = Path(out or "") if resume == AUTO else Path(resume)
@@ -105,11 +105,7 @@ def _recorded(resume: str, out: str | None) -> ChosenMesh | None:
         path = folder / RUN_FILE
         if not path.is_file():
             continue
-        values = toml.read(str(path))
-        mesh = str(values.get("mesh", ""))
-        if mesh == AUTO_MESH:
-            return None
-        return ChosenMesh.because(mesh, f"as in {path}; --mesh auto chooses anew")
+        return str(toml.read(str(path)).get(key, "")), path
     return None
 
 

@@ -17,9 +17,12 @@ from weft.config.schema import ModelSection
 from weft.config.validate import config_checks
 from weft.errors import Fault, UserError
 from weft.layout.plan import Plan
+from weft.layout.recomputation import KEY as RECOMPUTE
+from weft.layout.recomputation import is_chosen_by_memory
 from weft.models import FAMILIES
 from weft.small_files import parse_toml
 from weft.start.auto_mesh import ChooseMesh, not_taken
+from weft.start.auto_recompute import ChooseRecompute
 from weft.start.environment import is_first
 from weft.start.transformers_model import prepared
 
@@ -38,6 +41,7 @@ def load_checked_run(
     values: Mapping[str, Any] = NO_VALUES,
     adapt: Adaptation | None = None,
     choose_mesh: ChooseMesh | None = None,
+    choose_recompute: ChooseRecompute | None = None,
 ) -> Run:
     """The run that these words and values of keys describe, validated.
 
@@ -45,6 +49,7 @@ def load_checked_run(
         tables: further checks, after those of the config.
         adapt: adapts a run without faults to its environment, before the checks.
         choose_mesh: for `mesh = "auto"`, which is a fault without it.
+        choose_recompute: for `parallel.recompute = "auto"`, which stays so without it.
 
     Raises:
         UserError: with every fault: of single keys, of their combination, and of the environment.
@@ -52,22 +57,26 @@ def load_checked_run(
     set_openmp_policy()  # a user's model file may import torch
     loaded = try_load(words, FAMILIES, values)
     run = loaded.run
-    note = ""
+    notes: list[str] = []
     if loaded.auto_mesh is not None:
         _check_without_mesh(loaded, *tables, adapt=adapt)
         if choose_mesh is None:
             raise UserError(not_taken())
         chosen = choose_mesh(run, is_flag=loaded.auto_mesh == "flag")
         run = run.with_values({"mesh": chosen.mesh})
-        note = chosen.note
+        notes.append(chosen.note)
     if adapt is not None and not loaded.faults:
         run = adapt(run)
     faults = run_checks(run, config_checks, *tables, known=loaded.faults)
     if faults:
         raise UserError(*faults)
+    if choose_recompute is not None and is_chosen_by_memory(run.parallel.recompute):
+        chosen_recompute = choose_recompute(run, is_flag=RECOMPUTE in loaded.named)
+        run = run.with_values({RECOMPUTE: chosen_recompute.value})
+        notes.append(chosen_recompute.note)
     run, model_notes = prepared(run)
     if is_first(os.environ):
-        for line in filter(None, (note, *model_notes)):
+        for line in filter(None, (*notes, *model_notes)):
             print(line, file=sys.stderr)
     if FAMILIES.is_user_model(run.model.name):
         _check_user_model(run.model, plan_of(run))

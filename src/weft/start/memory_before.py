@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from weft.config.hardware import hardware_of_cuda
@@ -30,7 +30,7 @@ def check_memory(run: Run) -> None:
         ConfigError: they are larger.
     """
     is_on_gpu = has_gpus(run.device)
-    available = _gpu_bytes() if is_on_gpu else machine_bytes()
+    available = gpu_bytes() if is_on_gpu else machine_bytes()
     if available is None:
         return
     num_sharing = num_local_ranks(run) if is_on_gpu else 1
@@ -103,7 +103,7 @@ def _smaller(run: Run) -> Iterator[str]:
     yield "a smaller model"
 
 
-def _gpu_bytes() -> float | None:
+def gpu_bytes() -> float | None:
     """Memory of the smallest GPU of this machine; None where the table does not have them all."""
     found = [hardware_of_cuda(name) for name in gpu_names()]
     sizes = [each.memory_bytes for each in found if each is not None]
@@ -111,13 +111,17 @@ def _gpu_bytes() -> float | None:
 
 
 def _measured(run: Run) -> Answer:
-    """The peak of each pipeline coordinate, or why they cannot be measured. Ranks that are
-    forked afterwards must not inherit the threads of a backward: it runs in a process of its own.
+    """The peak of each pipeline coordinate, or why they cannot be measured."""
+    return answer_apart(partial(_peaks, run))
+
+
+def answer_apart(measure: Callable[[], Answer]) -> Answer:
+    """What a function measures, or why it cannot. Ranks that are forked afterwards must not inherit
+    the threads of a backward: it runs in a process of its own.
     """
-    measured = partial(_peaks, run)
     if fork_problem():
-        return measured()
-    forked = ForkedAnswer(measured)
+        return measure()
+    forked = ForkedAnswer(measure)
     try:
         return forked.wait()
     finally:

@@ -18,6 +18,7 @@ import cloudpickle  # noqa: TID251 - between this process and its own child
 
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER, UserError, WeftError
 from weft.start.auto_mesh import choose_before_ranks
+from weft.start.auto_recompute import choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.given_values import model_name, stored_data
 from weft.start.preflight import data_checks, environment_checks
@@ -145,6 +146,7 @@ def train_as_child() -> None:
             environment_checks,
             values=values,
             choose_mesh=choose_before_ranks,
+            choose_recompute=choose_recompute_before_ranks,
         )
         sys.exit(train_checked(run).code)
     except WeftError as error:

@@ -43,16 +43,17 @@ ERRORS: Mapping[str, type[UserError]] = {
 """Errors that keep their type on the other ranks."""
 
 Values = dict[str, Any]
+MESH = "mesh"
 
 
-def shared_store(world: World) -> KeyStore | None:
+def shared_store(world: World, *, key: str = MESH) -> KeyStore | None:
     """The store for the choice of a world; None where every rank must choose by itself: variables of
     torchrun that were set by hand, and a world of one rank.
 
     Raises:
         LaunchError: the store cannot be reached, or opened.
     """
-    url = _store_url(world)
+    url = _store_url(world, key)
     if url is None:
         return None
     from weft.comm.find_store import find_store  # late: it imports torch
@@ -65,7 +66,7 @@ def ends_with_rank_0(world: World) -> bool:
     return world.rendezvous != ENV
 
 
-def _store_url(world: World) -> str | None:
+def _store_url(world: World, key: str) -> str | None:
     """Where the store of a choice is; None: there is none."""
     if world.size == 1 or not isinstance(world.rendezvous, str):
         return None
@@ -74,7 +75,8 @@ def _store_url(world: World) -> str | None:
     address = urlsplit(world.rendezvous)
     if address.scheme != "tcp" or address.port is None:
         return None
-    port = CHOICE_PORTS[address.port % len(CHOICE_PORTS)]
+    number = address.port + (key != MESH)  # rank 0 may still have the store of the mesh open
+    port = CHOICE_PORTS[number % len(CHOICE_PORTS)]
     host, _, _ = address.netloc.rpartition(":")
     return f"tcp://{host}:{port}"
 
@@ -84,6 +86,7 @@ def choose_once(
     store: KeyStore,
     world: World,
     *,
+    key: str = MESH,
     arrival_s: float = ARRIVAL_S,
     choice_s: float = CHOICE_S,
 ) -> Values:
@@ -91,6 +94,7 @@ def choose_once(
 
     Args:
         choose: its values can be written as JSON.
+        key: of the config, that is chosen.
         arrival_s: for all ranks to arrive.
         choice_s: for the choice.
 
@@ -98,17 +102,17 @@ def choose_once(
         UserError: that of rank 0, with its faults and its type where it is in `ERRORS`.
         LaunchError: ranks did not arrive, or rank 0 has not chosen in time.
     """
-    job = f"{world.job}/choice"
+    job = f"{world.job}/choice/{key}"
     prefix = agree_on_namespace(store, world.rank, world.size, job=job, timeout_s=arrival_s)
-    key = f"{prefix}/chosen"
+    chosen = f"{prefix}/chosen"
     readers = f"{prefix}/readers"
     if world.rank == 0:
         try:
-            return _chosen_here(choose, store, key)
+            return _chosen_here(choose, store, chosen, key=key)
         finally:
             if ends_with_rank_0(world):
                 _wait_for_readers(store, readers, world.size - 1)
-    text = _awaited(store, key, choice_s=choice_s)
+    text = _awaited(store, chosen, key=key, choice_s=choice_s)
     store.add(readers, 1)
     return _read(text)
 
@@ -122,20 +126,20 @@ def _wait_for_readers(store: KeyStore, key: str, number: int) -> None:
         time.sleep(interval_s)
 
 
-def _chosen_here(choose: Callable[[], Values], store: KeyStore, key: str) -> Values:
+def _chosen_here(choose: Callable[[], Values], store: KeyStore, chosen: str, *, key: str) -> Values:
     """Make the choice, and write it, or its error, for the other ranks."""
     try:
         values = choose()
     except UserError as error:
         faults = [asdict(fault) for fault in error.faults]
-        _write(store, key, {"error": type(error).__name__, "faults": faults})
+        _write(store, chosen, {"error": type(error).__name__, "faults": faults})
         raise
     except Exception as error:
         what = "rank 0, which chooses for all ranks, has failed"
-        fault = Fault("mesh", what, got=type_and_message(error))
-        _write(store, key, {"error": LaunchError.__name__, "faults": [asdict(fault)]})
+        fault = Fault(key, what, got=type_and_message(error))
+        _write(store, chosen, {"error": LaunchError.__name__, "faults": [asdict(fault)]})
         raise
-    _write(store, key, {"values": values})
+    _write(store, chosen, {"values": values})
     return values
 
 
@@ -143,17 +147,18 @@ def _write(store: KeyStore, key: str, answer: Values) -> None:
     store.set(key, json.dumps(answer))
 
 
-def _awaited(store: KeyStore, key: str, *, choice_s: float) -> str:
-    """The text of a key, once it is set."""
+def _awaited(store: KeyStore, chosen: str, *, key: str, choice_s: float) -> str:
+    """The text of the choice of a key of the config, once it is set."""
     deadline = time.monotonic() + choice_s
     for interval_s in poll_intervals():
-        if store.check([key]):
-            return store.get(key).decode()
+        if store.check([chosen]):
+            return store.get(chosen).decode()
         if time.monotonic() > deadline:
             break
         time.sleep(interval_s)
     what = f"rank 0 has not chosen within {choice_s:g} s"
-    raise LaunchError(Fault("mesh", what, fix="name a mesh: --mesh dp2"))
+    fix = "name a mesh: --mesh dp2" if key == MESH else f"give {key} a value"
+    raise LaunchError(Fault(key, what, fix=fix))
 
 
 def _read(text: str) -> Values:

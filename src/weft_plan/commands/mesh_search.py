@@ -11,9 +11,11 @@ from typing import Any, Literal
 from weft.config.checks import Check
 from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda, world_faults
 from weft.config.layout_keys import LayoutKeys
-from weft.config.run import Run, hardware_of
+from weft.config.run import Run, hardware_of, recompute_of
 from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, counted
+from weft.layout.recomputation import KEY as RECOMPUTE
+from weft.layout.recomputation import is_chosen_by_memory
 from weft.run.forked_answer import FAILURE, ForkedAnswer
 from weft.run.world import detect, num_cores
 from weft.start import environment
@@ -52,7 +54,11 @@ def fastest_mesh(run: Run, *, before_ranks: bool) -> ChosenMesh:
     faults = tuple(world_faults(hardware, devices.num_ranks))
     if faults:
         raise ConfigError(*faults)
-    return MeshSearch(run, hardware, devices).choose(before_ranks=before_ranks)
+    pinned = PINNED
+    if is_chosen_by_memory(run.parallel.recompute) or recompute_of(run).uniform is None:
+        run = run.with_values({RECOMPUTE: "none"})  # layouts have any, the same of all layers
+        pinned = PINNED - {RECOMPUTE}
+    return MeshSearch(run, hardware, devices, pinned).choose(before_ranks=before_ranks)
 
 
 @dataclass(frozen=True)
@@ -137,11 +143,13 @@ class MeshSearch:
     Attributes:
         run: valid apart from its mesh.
         devices: that a mesh fills.
+        pinned: keys whose values stay.
     """
 
     run: Run
     hardware: Hardware
     devices: DevicesHere
+    pinned: frozenset[str] = PINNED
 
     def choose(self, *, before_ranks: bool) -> ChosenMesh:
         """The mesh with the least predicted time of a step.
@@ -152,7 +160,7 @@ class MeshSearch:
         found = self.legal_meshes(self.devices.num_ranks)
         if not found.groups:
             raise ConfigError(self._no_layout(found))
-        if len(found) == 1:
+        if len({group.base.mesh for group in found.groups}) == 1:
             mesh = found.groups[0].base.mesh
             return ChosenMesh.because(mesh, f"the only legal layout of {_ranks(self.devices)}")
         return self._fastest(found, before_ranks=before_ranks)
@@ -171,7 +179,7 @@ class MeshSearch:
         return Candidates(groups, found.illegal)
 
     def _space(self, num_ranks: int) -> Space:
-        return Space(num_ranks, self.hardware.node, PINNED)
+        return Space(num_ranks, self.hardware.node, self.pinned)
 
     def _no_layout(self, found: Candidates) -> Fault:
         """Why no mesh is legal, and the nearest numbers of ranks that have one."""

@@ -16,12 +16,14 @@ from weft.config.families import DEFAULT_PRESET
 from weft.config.hardware import Hardware, world_faults
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import AUTO_MESH
-from weft.config.run import Run, hardware_of
+from weft.config.run import Run, hardware_of, recompute_of
 from weft.config.schema import ModelSection, SiteConfig
 from weft.config.validate import config_checks
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, UserError
+from weft.layout.recomputation import KEY as RECOMPUTE
+from weft.layout.recomputation import MODES, is_chosen_by_memory
 from weft.start.auto_mesh import ChosenMesh
 from weft.start.checked_run import load_checked_run
 from weft_plan.search.candidates import Candidates, Space, candidates, nearest_devices
@@ -77,6 +79,13 @@ class SearchedRun:
         run = load_checked_run(
             words, adapt=lambda run: run.with_values(searched_values), choose_mesh=one_rank
         )
+        if is_chosen_by_memory(run.parallel.recompute):
+            run = run.with_values({RECOMPUTE: "none"})
+            pinned -= {RECOMPUTE}
+        if recompute_of(run).uniform is None:
+            what = "the search gives all layers of a layout the same recomputation"
+            got = run.parallel.recompute
+            raise ConfigError(Fault(RECOMPUTE, what, got=got, need=", ".join(MODES)))
         hardware = hardware_of(run)
         if hardware is None:
             need = "a name or a hardware file"

@@ -22,6 +22,7 @@ from weft.models import model_label
 from weft.schedule.simulate import simulate
 from weft.schedule.timeline import Timeline
 from weft.start.auto_mesh import choose_mesh
+from weft.start.auto_recompute import choose_recompute
 from weft.start.checked_run import load_checked_run
 from weft.view.html import html
 from weft.view.perfetto import perfetto
@@ -52,7 +53,7 @@ def simulate_run(words: Sequence[str]) -> int:
         show_help(SimulateOptions(), f"weft simulate {SIMULATE.usage}", SIMULATE.line)
         return help_of_run("simulate", SIMULATE, config_words)
     check_files(options, "json")
-    run = load_checked_run(config_words, choose_mesh=choose_mesh)
+    run = load_checked_run(config_words, choose_mesh=choose_mesh, choose_recompute=choose_recompute)
     hardware = hardware_of(run)
     faults = (
         *file_faults(options),

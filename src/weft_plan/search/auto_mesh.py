@@ -42,7 +42,7 @@ def rank_meshes(
     """The fastest candidates that fit.
 
     Args:
-        found: candidates that differ in the mesh alone.
+        found: candidates that differ in the mesh, and perhaps in recomputation.
         memory_bytes: that a rank may use.
 
     Raises:
@@ -85,5 +85,8 @@ def _rank_all(
 
 
 def _ranking(best: list[Found], least_bytes: float | None, *, is_complete: bool) -> MeshRanking:
-    meshes = tuple((entry.layout.mesh, entry.seconds) for entry in best)
+    fastest: dict[str, float] = {}
+    for entry in best:
+        fastest.setdefault(entry.layout.mesh, entry.seconds)
+    meshes = tuple(fastest.items())
     return MeshRanking(meshes, is_complete, None if meshes else least_bytes)

@@ -279,13 +279,14 @@ def _stages_of(
     blocks: Mapping[str, nn.Module], plan: Plan, *, rank: int
 ) -> dict[int, nn.ModuleDict]:
     """The stages of a pipeline rank, with recomputation around their blocks."""
+    modes = plan.recompute_of
     stages: dict[int, nn.ModuleDict] = {}
     for number, stage in enumerate(plan.stages):
         if plan.table.stage_to_rank[number] != rank:
             continue
         modules: dict[str, nn.Module] = {}
         for name in stage.blocks:
-            modules[name] = recompute_block(name, blocks[name], plan.recompute)
+            modules[name] = recompute_block(blocks[name], modes[name])
         stages[number] = nn.ModuleDict(modules)
     return stages
 

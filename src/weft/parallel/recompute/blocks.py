@@ -16,26 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.layout.plan import Recompute
+from weft.layout.recomputation import RecomputeMode
 from weft.models.common.batch import Batch
 from weft.parallel.autograd.split_backward import active_split_backward
 from weft.parallel.recompute.selective import SelectiveRecompute
 
-NEVER_RECOMPUTED = ("embed", "head", "loss")
-"""Blocks whose results are used at once, or that save next to nothing."""
 
-
-def recompute_block(name: str, block: nn.Module, mode: Recompute) -> nn.Module:
+def recompute_block(block: nn.Module, mode: RecomputeMode) -> nn.Module:
     """The block with this mode of recomputation."""
-    if mode == "none" or name in NEVER_RECOMPUTED:
-        return block
-    return RecomputedBlock(block, mode)
+    return block if mode == "none" else RecomputedBlock(block, mode)
 
 
 class RecomputedBlock(nn.Module):
     """A block that saves less of its forward."""
 
-    def __init__(self, block: nn.Module, mode: Recompute) -> None:
+    def __init__(self, block: nn.Module, mode: RecomputeMode) -> None:
         super().__init__()
         self.block = block
         self.mode = mode

@@ -117,8 +117,8 @@ class MeasuredRun:
         return AttentionDevice("cuda", FLASH_CAPABILITY, has_varlen=has_varlen)
 
     def block_kinds(self) -> Mapping[str, str]:
-        """Name of a block -> name of the first block that equals it; blocks with tied parameters
-        equal none.
+        """Name of a block -> name of the first block that equals it and recomputes the same; blocks
+        with tied parameters equal none.
         """
         model = self.config.model
         blocks = lazy_blocks(self.family, model)
@@ -131,4 +131,10 @@ class MeasuredRun:
             repeats = blocks.repeats(distinct=tied)
         else:
             repeats = equal_blocks(blocks, distinct=tied)
-        return {name: repeats.get(name, name) for name in blocks}
+        modes = self.plan.recompute_of
+        firsts: dict[tuple[str, str], str] = {}
+        kinds = {}
+        for name in blocks:
+            form = repeats.get(name, name), modes.get(name, "none")
+            kinds[name] = firsts.setdefault(form, name)
+        return kinds

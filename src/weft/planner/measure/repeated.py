@@ -201,12 +201,9 @@ def _shortened(plan: Plan, runs: Sequence[BlockRun], longer: BlockRun | None = N
     for each in runs:
         kept = KEPT_BLOCKS + 1 if each is longer else KEPT_BLOCKS
         dropped.update(each.dropped(kept))
-    stages = []
-    for stage in plan.stages:
-        blocks = tuple(name for name in stage.blocks if name not in dropped)
-        shortened = stage.model_copy(update={"blocks": blocks})
-        stages.append(shortened)
-    return plan.model_copy(update={"stages": tuple(stages)})
+    return plan.with_blocks(
+        [[name for name in stage.blocks if name not in dropped] for stage in plan.stages]
+    )
 
 
 def _with_left_out(

@@ -117,7 +117,7 @@ def role_costs(
             memory=step_memory(step, row),
             traffic=step_traffic(step, row),
             overlap=step_overlap(step, row) if has_regions else {},
-            flops=_flops(step, row),
+            flops=step_flops(step, row),
         )
         roles.append(role)
     return tuple(roles)
@@ -161,7 +161,8 @@ def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
     return tuple(chunks), frozenset(keys.values())
 
 
-def _flops(step: RankStep, row: int) -> int:
+def step_flops(step: RankStep, row: int) -> int:
+    """FLOPs of a rank in a step."""
     keys = action_keys(step.plan.table, row)
     times_of_key = Counter(keys.values())
     total = sum(region.flops for region in step.phases.values())

@@ -1,0 +1,197 @@
+"""The least recomputation with which the ranks of a run fit their memory, from measured steps: `parallel.recompute = "auto"`.
+
+Note [Levels of recomputation]
+    The layers of a rank recompute in steps, of which each saves memory and costs time:
+
+        level 0                nothing
+        level 1 ... n          the first 1 ... n of its n layers, selectively
+        level n+1 ... 2n       the first 1 ... n of them fully, the others selectively
+
+    The first layers are taken because their backward is the last one: the activations of the others
+    are freed by then. Ranks are apart: under 1F1B the first ones hold more micro-batches. The
+    level of a rank is found by measuring its step at a few levels, between one that does not fit
+    and one that does, until these are neighbours: the level fits, and one less does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from weft.core.dimension import pipeline_axis
+from weft.errors import Fault, PlanError
+from weft.layout.plan import Plan
+from weft.layout.recomputation import KEY, MODES, RecomputeMode, RecomputePolicy, layers_of
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.repeated import can_be_repeated, measure_repeated
+from weft.planner.measure.roles import row_signature, size_problem, step_flops
+from weft.planner.measure.step_memory import step_memory
+
+MOST_GUESSES = 4
+"""Levels that are guessed from the peaks of others; afterwards the interval is halved."""
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """The chosen policy, and what was measured.
+
+    Attributes:
+        levels: of the rank at each pipeline coordinate.
+        peaks: bytes of the rank at each pipeline coordinate.
+        peaks_without: the same without recomputation.
+        flops: of the step of these ranks, over those without recomputation.
+    """
+
+    policy: RecomputePolicy
+    levels: tuple[int, ...]
+    peaks: tuple[int, ...]
+    peaks_without: tuple[int, ...]
+    flops: tuple[float, ...]
+
+
+def choose_recompute(run: MeasuredRun, limit: float, *, is_on_gpu: bool) -> RecomputeChoice:
+    """The least recomputation with which each rank holds at most `limit` bytes; the most where none
+    does.
+
+    Raises:
+        PlanError: the run is too large to be measured.
+    """
+    plan = run.plan.model_copy(update={"recompute": "none"})
+    problem = size_problem(plan, fixed_order=run.config.fixed_order)
+    if problem and not can_be_repeated(plan):
+        fix = f"--{KEY} selective or full"
+        raise PlanError(Fault(KEY, f"auto cannot measure the layout: {problem}", fix=fix))
+    measured = _MeasuredLevels(run.with_plan(plan), is_compiled=_is_compiled(plan, is_on_gpu))
+    rows = range(plan.pipeline_size)
+    levels = []
+    modes: list[tuple[RecomputeMode, ...]] = [() for _ in plan.stages]
+    for row in rows:
+        levels.append(least_level(measured.num_levels(row), partial(measured.peak, row), limit))
+        for stage, of_stage in measured.modes(row, levels[row]).items():
+            modes[stage] = of_stage
+    flops = [measured.flops(row, levels[row]) / measured.flops(row, 0) for row in rows]
+    return RecomputeChoice(
+        policy=RecomputePolicy.of_modes(modes),
+        levels=tuple(levels),
+        peaks=tuple(measured.peak(row, levels[row]) for row in rows),
+        peaks_without=tuple(measured.peak(row, 0) for row in rows),
+        flops=tuple(flops),
+    )
+
+
+def peaks_of(run: MeasuredRun) -> tuple[int, ...]:
+    """The peak of the rank at each pipeline coordinate, as the run recomputes."""
+    measured = _MeasuredLevels(run)
+    return tuple(measured.peak_of(row, run.plan) for row in range(run.plan.pipeline_size))
+
+
+def least_level(num_levels: int, peak: Callable[[int], int], limit: float) -> int:
+    """The least level whose peak is at most `limit`, of levels whose peaks fall; the last one where
+    no peak is.
+
+    Args:
+        num_levels: the last level.
+    """
+    if peak(0) <= limit:
+        return 0
+    low, high = 0, num_levels
+    if peak(high) > limit:
+        return high
+    num_guesses = 0
+    while high - low > 1:
+        level = (low + high) // 2
+        if num_guesses < MOST_GUESSES:
+            share = (peak(low) - limit) / (peak(low) - peak(high))
+            level = min(max(low + int(-(-share * (high - low) // 1)), low + 1), high - 1)
+            num_guesses += 1
+        if peak(level) <= limit:
+            high = level
+        else:
+            low = level
+    return high
+
+
+def _is_compiled(plan: Plan, is_on_gpu: bool) -> bool:
+    return plan.compiles_blocks("cuda" if is_on_gpu else "cpu")
+
+
+@dataclass
+class _MeasuredLevels:
+    """Peaks and FLOPs of ranks at levels of recomputation; equal ranks are measured once.
+
+    Attributes:
+        run: without recomputation.
+        is_compiled: blocks are compiled, which selective recomputation does not allow.
+    """
+
+    run: MeasuredRun
+    is_compiled: bool = False
+    steps: dict[object, RankStep] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """Equal blocks, whatever they recompute."""
+        plain = self.run.plan.model_copy(update={"recompute": "none"})
+        return self.run.with_plan(plain).block_kinds()
+
+    def _layers(self, row: int) -> dict[int, tuple[str, ...]]:
+        """The layers of a rank, by stage."""
+        plan = self.run.plan
+        return {stage: layers_of(plan.stages[stage].blocks) for stage in plan.table.stages(row)}
+
+    def num_levels(self, row: int) -> int:
+        """The last level of a rank."""
+        num_layers = sum(map(len, self._layers(row).values()))
+        return num_layers if self.is_compiled else 2 * num_layers
+
+    def modes(self, row: int, level: int) -> Mapping[int, tuple[RecomputeMode, ...]]:
+        """What the layers of a rank do at a level, by stage; see Note [Levels of recomputation]."""
+        found: dict[int, tuple[RecomputeMode, ...]] = {}
+        layers = self._layers(row)
+        num_layers = sum(map(len, layers.values()))
+        num_full = level if self.is_compiled else max(0, level - num_layers)
+        num_recomputed = min(level, num_layers)
+        modes: list[RecomputeMode] = ["none"] * num_layers
+        modes[:num_recomputed] = ["selective"] * num_recomputed
+        modes[:num_full] = ["full"] * num_full
+        for stage, names in layers.items():
+            found[stage] = tuple(modes[: len(names)])
+            modes = modes[len(names) :]
+        return found
+
+    def peak(self, row: int, level: int) -> int:
+        """Bytes of a rank at a level."""
+        return self.peak_of(row, self._plan(row, level))
+
+    def flops(self, row: int, level: int) -> int:
+        """FLOPs of a rank at a level, in a step."""
+        return step_flops(self._step(row, self._plan(row, level)), row)
+
+    def peak_of(self, row: int, plan: Plan) -> int:
+        """Bytes of a rank under a plan."""
+        return step_memory(self._step(row, plan), row).peak
+
+    def _plan(self, row: int, level: int) -> Plan:
+        """The plan with a rank at a level; other ranks recompute nothing."""
+        own = self.modes(row, level)
+        plan = self.run.plan
+        modes: list[Sequence[RecomputeMode]] = []
+        for stage, each in enumerate(plan.stages):
+            nothing: tuple[RecomputeMode, ...] = tuple(MODES[:1]) * len(layers_of(each.blocks))
+            modes.append(own.get(stage, nothing))
+        return plan.model_copy(update={"recompute": RecomputePolicy.of_modes(modes).text})
+
+    def _step(self, row: int, plan: Plan) -> RankStep:
+        run = self.run.with_plan(plan)
+        modes = [tuple(plan.stage_modes(stage).values()) for stage in plan.table.stages(row)]
+        signature = row_signature(plan, row, self.kinds), tuple(modes)
+        if signature not in self.steps:
+            rank = plan.mesh.rank(**{pipeline_axis(): row})
+
+            def measure_plan(shortened: Plan) -> RankStep:
+                return measure_rank(run.with_plan(shortened), rank)
+
+            self.steps[signature] = measure_repeated(plan, row, run.block_kinds(), measure_plan)
+        return replace(self.steps[signature], row=row)
