@@ -44,6 +44,7 @@ from weft.prove.proof import prove
 from weft.prove.report import ProofReport
 from weft.prove.subject import ProofCase
 from weft.python_api import checked_run
+from weft.train import model_checks
 
 LIMIT_S = 400
 ROWS, LENGTH = 2, 24
@@ -107,6 +108,23 @@ def prepare() -> None:
     torch.set_num_threads(1)
     FAMILIES[f"{PREFIX}llama"]
     architecture_of("llama", _values("llama"))
+    # what does not depend on the layout is checked for the first column alone
+    model_checks._check_computation = once(model_checks._check_computation)
+    model_checks.check_builds = once(model_checks.check_builds)
+
+
+def once(check: Callable[..., None]) -> Callable[..., None]:
+    """A check of (family, config, plan) that is not repeated for layouts of equal sizes."""
+    passed = set[object]()
+
+    def checked(family: Any, config: Any, plan: Any = None) -> None:
+        sizes = plan and (plan.micro_size, plan.seq_len, plan.compute, plan.mesh.degree("cp"))
+        key = (family, config.model_dump_json(), sizes)
+        if key not in passed:
+            check(family, config, *filter(None, [plan]))
+            passed.add(key)
+
+    return checked
 
 
 def in_own_process(model_type: str, columns: Sequence[str]) -> Mapping[str, Outcome]:
@@ -173,7 +191,7 @@ def proven(model_type: str, keys: Mapping[str, Any], *, what: Sequence[str] = ()
     """A proof of a layout against one device."""
     config = {"model.name": f"{PREFIX}{model_type}", **COMMON, **keys}
     if what:
-        report = weft.prove(config, first=1, what=what)
+        report = weft.prove({**SMALL, **config}, first=1, full=True, what=what)
     else:
         run = checked_run({**SMALL, **config})
         report = prove(ProofCase(run, 1).opened().in_float64())
