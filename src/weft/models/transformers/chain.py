@@ -123,6 +123,8 @@ class Stub(nn.Module):
 class WholeBlock(nn.Module):
     """The first or the last block: the model without its layers, and without the other end."""
 
+    may_gather_sequence = True
+
     def __init__(self, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
         self.lm = lm
@@ -169,7 +171,16 @@ def _end_at_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class LayerBlock(nn.Module):
-    """One layer. The model around it has no parameters of its own and belongs to no block."""
+    """One layer. The model around it has no parameters of its own and belongs to no block.
+
+    Attributes:
+        may_gather_sequence: whether it may work on whole sequences where sequence parallelism does
+            not fit its code.
+        mixes_outside_attend: whether it reads other tokens by code of its own: short convolutions,
+            recurrent states.
+    """
+
+    may_gather_sequence = True
 
     def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
@@ -182,8 +193,6 @@ class LayerBlock(nn.Module):
         self.drops_out = drops_out(lm)
         kinds = {type(module) for module in layer.modules()}
         self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
-        """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
-
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
 
