@@ -19,6 +19,10 @@ from weft.models.transformers.interfaces import BlockCall, Recording, calling
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
 ROWS, LENGTH = 2, 8
+POSITIONS = "position_ids"
+"""Argument of a forward; a model without it counts positions from the first column."""
+OWN_POSITIONS = "create_position_ids_from_input_ids"
+"""Method of embeddings that count positions by the ids of tokens."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
     """
     layers = find_layers(lm, num_layers)
     takes = frozenset(inspect.signature(lm.forward).parameters)
+    if any(hasattr(module, OWN_POSITIONS) for module in lm.modules()):
+        takes -= {POSITIONS}  # theirs begin behind padding_idx
     watched = _Watched(lm, layers)
     recording = Recording()
 
@@ -131,8 +137,8 @@ def forward_options(
     positions whether documents are packed.
     """
     options: dict[str, Any] = {}
-    if "position_ids" in takes:
-        options["position_ids"] = batch.positions
+    if POSITIONS in takes:
+        options[POSITIONS] = batch.positions
     if has_mask:
         options["attention_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     if "use_cache" in takes:

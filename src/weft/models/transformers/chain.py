@@ -22,7 +22,7 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import RegionInput
-from weft.models.transformers.capture import Captured, forward_options
+from weft.models.transformers.capture import POSITIONS, Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
 from weft.models.transformers.sizes import is_drop_out
@@ -132,6 +132,7 @@ class WholeBlock(nn.Module):
         self.has_mask = captured.has_mask
         self.width = captured.width
         self.drops_out = drops_out(lm)
+        self.needs_whole_texts = POSITIONS not in captured.takes
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self.lm, x, batch, self)
@@ -176,8 +177,8 @@ class LayerBlock(nn.Module):
     Attributes:
         may_gather_sequence: whether it may work on whole sequences where sequence parallelism does
             not fit its code.
-        mixes_outside_attend: whether it reads other tokens by code of its own: short convolutions,
-            recurrent states.
+        needs_whole_texts: whether it reads other tokens by code of its own (short convolutions,
+            recurrent states), or counts positions by itself.
     """
 
     may_gather_sequence = True
@@ -192,7 +193,9 @@ class LayerBlock(nn.Module):
         self.width = captured.width
         self.drops_out = drops_out(lm)
         kinds = {type(module) for module in layer.modules()}
-        self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
+        mixes = Attend not in kinds or nn.Conv1d in kinds
+        self.needs_whole_texts = mixes or POSITIONS not in captured.takes
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
 

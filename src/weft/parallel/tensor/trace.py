@@ -96,7 +96,9 @@ def trace_blocks(
                         raise
                     reason = str(error.faults[0]).partition(" Fix: ")[0]
                 trace.findings = before
-                known = WholeSequence(reason, is_gathered=trace.has_parts(x), is_split=not feeds_loss)
+                known = WholeSequence(
+                    reason, is_gathered=trace.has_parts(x), is_split=not feeds_loss
+                )
             if known.is_gathered:
                 x = trace.gathered(x)
             with trace.on_whole_sequences():
