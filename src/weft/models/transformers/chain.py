@@ -24,7 +24,7 @@ from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import POSITIONS, Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
-from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
+from weft.models.transformers.interfaces import BlockCall, calling, current_call
 from weft.models.transformers.sizes import is_drop_out
 
 
@@ -250,9 +250,8 @@ def blocks_of_model(
     Args:
         has_region: path of an attention module -> whether a tensor-parallel region may begin there.
     """
-    for path, attend in captured.make_attends(lm).items():
+    for path in captured.set_attends(lm):
         module = lm.get_submodule(path)
-        setattr(module, ATTEND, attend)
         if has_region(path):
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)

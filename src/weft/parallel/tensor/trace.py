@@ -87,8 +87,8 @@ def trace_blocks(
                 feeds_loss = next_block is not None and _has_loss(next_block)
                 try:
                     out = chain.run(name, x, local_batch)
-                    if may_gather and feeds_loss and trace.has_parts(out):
-                        raise PlanError(Fault(name, PARTS_OF_LOGITS))
+                    if may_gather and trace.has_parts(out) == feeds_loss:
+                        raise PlanError(Fault(name, PARTS_OF_LOGITS if feeds_loss else NO_PARTS))
                     x = out
                     continue
                 except PlanError as error:
@@ -109,6 +109,7 @@ def trace_blocks(
     return trace.findings
 
 
+NO_PARTS = "its embeddings are not sharded, and each rank takes its part of them"
 PARTS_OF_LOGITS = "its logits are not sharded, and the loss reads those of whole sequences"
 MAY_GATHER = "may_gather_sequence"
 """Class attribute of blocks that may work on whole sequences; see Note [Whole sequences]."""

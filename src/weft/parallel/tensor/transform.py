@@ -101,7 +101,7 @@ def _find_regions(
     """The regions of a model, which are found once for all rank threads of a process."""
 
     def find() -> ModelRegions:
-        return _regions_of(snapshot.chain(), plan, axes=axes)
+        return regions_of(snapshot.chain(), plan, axes=axes)
 
     if snapshot.fingerprint is None:
         return find()
@@ -111,7 +111,12 @@ def _find_regions(
     return comm.share_in_process(key, find)
 
 
-def _regions_of(chain: PlainChain, plan: Plan, *, axes: AxisTable) -> ModelRegions:
+def regions_of(chain: PlainChain, plan: Plan, *, axes: AxisTable) -> ModelRegions:
+    """The regions of a model, by a trace.
+
+    Raises:
+        PlanError: a model that would not compute on shards what it computes on one device.
+    """
     rule = plan.sharding_rule
     first_name_of: dict[int, str] = {}
     first_names: dict[str, str] = {}
