@@ -25,7 +25,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import transformers
-from benchmarks.architectures_page import write_page
+from benchmarks.architectures_page import COLUMNS, last_results, write_page
 from torch import Tensor, nn
 
 import weft
@@ -44,8 +44,10 @@ from weft.prove.proof import prove
 from weft.prove.report import ProofReport
 from weft.prove.subject import ProofCase
 from weft.python_api import checked_run
+from weft.train import model_checks
 
 LIMIT_S = 400
+"""CPU seconds of an architecture; of the clock four times as many."""
 ROWS, LENGTH = 2, 24
 TOLERANCE = 1e-8
 """Largest difference of the loss and of any gradient to transformers' own class."""
@@ -82,13 +84,23 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--results", type=Path, default=Path("runs/architectures.jsonl"))
     parser.add_argument("--columns", nargs="*", default=[], help="these alone")
+    parser.add_argument("--missing", action="store_true", help="columns without a result alone")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     options = parser.parse_args(words)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if not options.page:
         prepare()
+        known = last_results(options.results) if options.missing else {}
         for model_type in options.only or architectures():
-            outcomes = in_own_process(model_type, options.columns)
+            columns = [
+                column
+                for column in options.columns or COLUMNS
+                if column not in known.get(model_type, {})
+            ]
+            is_rejected = known.get(model_type, {}).get("one device", {}).get("word") == "rejected"
+            if is_rejected or not columns:
+                continue
+            outcomes = in_own_process(model_type, columns)
             record = {name: asdict(outcome) for name, outcome in outcomes.items()}
             line = json.dumps({"model_type": model_type, "outcomes": record})
             with options.results.open("a", encoding="utf-8") as file:
@@ -107,6 +119,23 @@ def prepare() -> None:
     torch.set_num_threads(1)
     FAMILIES[f"{PREFIX}llama"]
     architecture_of("llama", _values("llama"))
+    # what does not depend on the layout is checked for the first column alone
+    model_checks._check_computation = once(model_checks._check_computation)
+    model_checks.check_builds = once(model_checks.check_builds)
+
+
+def once(check: Callable[..., None]) -> Callable[..., None]:
+    """A check of (family, config, plan) that is not repeated for layouts of equal sizes."""
+    passed = set[object]()
+
+    def checked(family: Any, config: Any, plan: Any = None) -> None:
+        sizes = plan and (plan.micro_size, plan.seq_len, plan.compute, plan.mesh.degree("cp"))
+        key = (family, config.model_dump_json(), sizes)
+        if key not in passed:
+            check(family, config, *filter(None, [plan]))
+            passed.add(key)
+
+    return checked
 
 
 def in_own_process(model_type: str, columns: Sequence[str]) -> Mapping[str, Outcome]:
@@ -115,7 +144,8 @@ def in_own_process(model_type: str, columns: Sequence[str]) -> Mapping[str, Outc
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        signal.alarm(LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        signal.alarm(4 * LIMIT_S)
         with os.fdopen(write, "w", encoding="utf-8") as file:
             for name, outcome in outcomes_of(model_type, columns):
                 print(json.dumps([name, asdict(outcome)]), file=file, flush=True)
@@ -141,7 +171,7 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
     found = architecture_of(model_type, _values(model_type))
     ties = hasattr(found.config, "tie_word_embeddings")
     for name, keys in LAYOUTS.items():
-        if columns and name not in columns:
+        if name not in columns:
             continue
         if name == "ep2" and not found.experts:
             yield name, Outcome("none")
@@ -149,7 +179,7 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
         settings = {f"model.{SETTINGS}": TIED} if name == "pp2" and ties else {}
         yield name, tried(lambda keys=keys, more=settings: proven(model_type, {**keys, **more}))
     for name, part in PARTS.items():
-        if columns and name not in columns:
+        if name not in columns:
             continue
         what = (part,)
         yield name, tried(lambda what=what: proven(model_type, {"mesh": "dp2"}, what=what))
@@ -173,7 +203,7 @@ def proven(model_type: str, keys: Mapping[str, Any], *, what: Sequence[str] = ()
     """A proof of a layout against one device."""
     config = {"model.name": f"{PREFIX}{model_type}", **COMMON, **keys}
     if what:
-        report = weft.prove(config, first=1, what=what)
+        report = weft.prove({**SMALL, **config}, first=1, full=True, what=what)
     else:
         run = checked_run({**SMALL, **config})
         report = prove(ProofCase(run, 1).opened().in_float64())

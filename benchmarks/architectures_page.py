@@ -29,11 +29,20 @@ where a config can tie them.
 
 def write_page(results: Path, names: Mapping[str, str]) -> None:
     """Write the page from the last result of each column of each architecture."""
-    last: dict[str, dict[str, Any]] = {}
-    for line in results.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        last.setdefault(record["model_type"], {}).update(record["outcomes"])
+    found = last_results(results)
+    last = {name: found[name] for name in names if name in found}
     PAGE.write_text("\n".join(_lines(last, names)) + "\n", encoding="utf-8")
+
+
+def last_results(results: Path) -> dict[str, dict[str, Any]]:
+    """Architecture -> column -> its last outcome; no file yet is no outcome."""
+    last: dict[str, dict[str, Any]] = {}
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    for record in map(json.loads, lines):
+        of_model = last.setdefault(record["model_type"], {})
+        of_model.pop("end", None)
+        of_model.update(record["outcomes"])
+    return last
 
 
 def kind_of(outcomes: Mapping[str, Any]) -> str:

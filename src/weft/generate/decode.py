@@ -78,7 +78,7 @@ class Decoder:
         self.max_positions = max_positions
         self.caches = (
             []
-            if self._any_rank(mixes_outside_attend(model.stages.values()))
+            if self._any_rank(needs_whole_texts(model.stages.values()))
             else install_kv_cache(model.stages)
         )
         compute_logits(model.stages)
@@ -219,10 +219,10 @@ class Decoder:
         return _select_columns(x, lasts)
 
 
-def mixes_outside_attend(stages: Iterable[nn.ModuleDict]) -> bool:
-    """Whether some block reads other tokens by code of its own."""
+def needs_whole_texts(stages: Iterable[nn.ModuleDict]) -> bool:
+    """Whether some block reads other tokens by code of its own, or counts positions by itself."""
     blocks = (without_dropout(block) for stage in stages for block in stage.values())
-    return any(getattr(block, "mixes_outside_attend", False) for block in blocks)
+    return any(getattr(block, "needs_whole_texts", False) for block in blocks)
 
 
 def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:

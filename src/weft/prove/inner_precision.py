@@ -20,6 +20,7 @@ from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_m
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, example, meta_blocks
 from weft.parallel.autograd.tree import tensors_in
+from weft.prove.bounds import FACTOR
 
 MOST_COLUMNS = 64
 """Of the sequences that the model runs on, where it takes them."""
@@ -38,6 +39,10 @@ class InnerPrecision:
     dtype: torch.dtype | None = None
     block: str = ""
     error: str = ""
+
+    def rounding(self, num_blocks: int) -> float:
+        """How far two orders of computation move a result of so many blocks: a rounding a block."""
+        return 0.0 if self.dtype is None else FACTOR * num_blocks * torch.finfo(self.dtype).eps
 
 
 @uncompiled_mode

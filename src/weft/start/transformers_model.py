@@ -10,6 +10,7 @@ from weft.config.hf.architectures import is_architecture_name, model_type_of
 from weft.config.run import Run, plan_of
 from weft.core.dimension import activation_axes
 from weft.core.model_config import ModelConfig
+from weft.errors import PlanError, counted
 from weft.models import FAMILIES
 
 
@@ -39,12 +40,14 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
         run, whole = _with_axes(run)
         notes += whole
+    if plan_of(run).sequence_parallel:
+        notes += _on_whole_sequences(run)
     return run, tuple(f"{run.model.name}: {note}" for note in notes)
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:
-    """Random numbers that are left out, and a comparison that could not be made."""
-    from weft.models.transformers.build import noise_of  # they import torch
+    """Random numbers and parameters that are left out, and a comparison that could not be made."""
+    from weft.models.transformers.build import architecture_of, noise_of  # they import torch
     from weft.models.transformers.check import check_against_transformers
     from weft.models.transformers.sizes import SETTINGS
 
@@ -52,9 +55,38 @@ def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool)
     if left_out:
         names = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
         yield f"trained without random noise (config.json: {names})"
+    untrained = architecture_of(model_type, values).untrained
+    if untrained:
+        names = counted(len(untrained), "parameter")
+        yield f"not trained, as no gradient reaches them: {names} (such as {min(untrained)})"
     note = check_against_transformers(model_type, values, packs_documents=packs_documents)
     if note:
         yield note
+
+
+def _on_whole_sequences(run: Run) -> Iterator[str]:
+    """The blocks that sequence parallelism leaves as they are, merged by their numbers, and why."""
+    from weft.models.common.init import tie  # they import torch
+    from weft.models.user_family import UserFamily, example, meta_blocks
+    from weft.parallel.model.chain import PlainChain
+    from weft.parallel.tensor.transform import regions_of
+
+    family = FAMILIES[run.model.name]
+    assert isinstance(family, UserFamily), "made by weft.models.transformers"
+    plan = plan_of(run)
+    blocks = meta_blocks(family, run.model)
+    tie(blocks, family.ties(run.model))
+    batch = example(family, run.model, rows=plan.micro_size, seq_len=plan.seq_len)
+    try:
+        regions = regions_of(PlainChain(blocks, batch), plan, axes=family.axes(run.model))
+    except PlanError:
+        return  # the checks of the layout say why
+    reasons: dict[str, str] = {}
+    for name, how in regions.findings.whole.items():
+        reasons.setdefault(name.rstrip("0123456789"), how.reason)
+    for kind, reason in reasons.items():
+        name = f"{kind}*" if kind == "layer" else kind
+        yield f"sequence parallelism: {name} works on whole sequences: {reason}"
 
 
 def _with_axes(run: Run) -> tuple[Run, list[str]]:

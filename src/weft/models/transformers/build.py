@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from torch import nn
 
 from weft.config.hf.architectures import KEY, PREFIX
 from weft.errors import Fault, PlanError, counted, type_and_message
-from weft.models.transformers.capture import OTHER, Captured, capture
+from weft.models.common.batch import Batch, forward, token_example
+from weft.models.common.init import named_parameters
+from weft.models.runs_without_memory import run_without_memory
+from weft.models.transformers.capture import LENGTH, OTHER, ROWS, Captured, capture
+from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.sizes import (
@@ -110,6 +114,9 @@ def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def build(config: Any, *, implementation: str = NAME) -> nn.Module:
     """A model with the initial values of transformers, on torch's current device.
 
+    Buffers that transformers stores in folders, such as the correction biases of routers, are
+    parameters that are not trained: so they are read, kept and written like all others.
+
     Args:
         implementation: of attention and experts, as transformers names it.
     """
@@ -121,6 +128,13 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     lm: nn.Module = model_class(own)
+    stored = lm.state_dict().keys()
+    for path, module in lm.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            is_stored = f"{path}.{name}".lstrip(".") in stored
+            if is_stored and buffer is not None and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     return lm
 
 
@@ -133,7 +147,9 @@ class Architecture:
         captured: from one run without memory.
         shapes: name of a parameter, as transformers has it -> shape.
         experts: names of parameters whose first dim counts experts.
-        stored_buffers: names of buffers that transformers stores in a folder.
+        stored_buffers: names of buffers that transformers stores in a folder and that are no
+            parameters of `build`.
+        untrained: names of parameters that no gradient of the loss reaches.
     """
 
     config: Any
@@ -141,6 +157,7 @@ class Architecture:
     shapes: Mapping[str, tuple[int, ...]]
     experts: frozenset[str]
     stored_buffers: frozenset[str]
+    untrained: frozenset[str] = frozenset()
 
 
 def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
@@ -186,7 +203,31 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     if unused:
         what = f"{counted(len(unused), 'parameter')} that no token of a text passes"
         raise PlanError(Fault(KEY, what, got=min(unused), fix=OTHER))
-    return found
+    return replace(found, untrained=_untrained(lm, found))
+
+
+def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str]:
+    """What transformers does not train either: indexers that yield places alone, biases of another
+    head, attention to an encoder that is not there.
+
+    None where the backward fails without values.
+    """
+    own_names = param_names(found)
+
+    def run(blocks: Mapping[str, nn.Module], batch: Batch) -> frozenset[str]:
+        params = named_parameters(blocks)
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        total = forward(blocks, batch).sum()
+        grads = torch.autograd.grad(total, tuple(trained.values()), allow_unused=True)
+        none = (name for name, grad in zip(trained, grads, strict=True) if grad is None)
+        return frozenset(own_names[name] for name in none)
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            blocks = blocks_of_model(lm, found.captured)
+            return run_without_memory(run, blocks, token_example(ROWS, LENGTH))
+    except Exception:  # noqa: BLE001 - the checks of the run say what fails
+        return frozenset()
 
 
 def param_names(found: Architecture) -> dict[str, str]:

@@ -14,18 +14,23 @@ from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, token_example
 from weft.models.runs_without_memory import run_without_memory
-from weft.models.transformers.interfaces import BlockCall, Recording, calling
+from weft.models.transformers.interfaces import BlockCall, Recording, attend_name, calling
 
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
 ROWS, LENGTH = 2, 8
+POSITIONS = "position_ids"
+"""Argument of a forward; a model without it counts positions from the first column."""
+OWN_POSITIONS = "create_position_ids_from_input_ids"
+"""Method of embeddings that count positions by the ids of tokens."""
 
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """An attention of a model: path of its module, and what it asks `Attend` for."""
+    """A call of attention: path of the module, its number there, and what it asks `Attend` for."""
 
     path: str
+    number: int
     attend: Attend
 
     def made(self, module: nn.Module) -> Attend:
@@ -72,9 +77,12 @@ class Captured:
     implementation: str
     logits: str = ""
 
-    def make_attends(self, lm: nn.Module) -> dict[str, Attend]:
-        """One `Attend` for each attention of another model of the same config."""
-        return {one.path: one.made(lm.get_submodule(one.path)) for one in self.attentions}
+    def set_attends(self, lm: nn.Module) -> frozenset[str]:
+        """Give each attention module of another model of the same config what it calls; their paths."""
+        for one in self.attentions:
+            module = lm.get_submodule(one.path)
+            setattr(module, attend_name(one.number), one.made(module))
+        return frozenset(one.path for one in self.attentions)
 
 
 def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bool) -> Captured:
@@ -86,11 +94,14 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
     """
     layers = find_layers(lm, num_layers)
     takes = frozenset(inspect.signature(lm.forward).parameters)
+    if any(hasattr(module, OWN_POSITIONS) for module in lm.modules()):
+        takes -= {POSITIONS}  # theirs begin behind padding_idx
     watched = _Watched(lm, layers)
     recording = Recording()
 
     def run(_blocks: Mapping[str, nn.Module], batch: Batch) -> None:
         watched.restart()
+        recording.attends.clear()
         options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
         with calling(BlockCall(recording=recording)):
             watched.logits = lm(input_ids=batch.inputs, **options).logits
@@ -115,7 +126,9 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         has_mask=has_mask,
         width=int(lm.get_input_embeddings().weight.shape[1]),  # type: ignore[operator]
         attentions=tuple(
-            CapturedAttention(paths[one], attend) for one, attend in recording.attends.items()
+            CapturedAttention(paths[one], number, attend)
+            for one, attends in recording.attends.items()
+            for number, attend in enumerate(attends)
         ),
         implementation=implementation,
         logits=watched.path_of_logits(),
@@ -131,8 +144,8 @@ def forward_options(
     positions whether documents are packed.
     """
     options: dict[str, Any] = {}
-    if "position_ids" in takes:
-        options["position_ids"] = batch.positions
+    if POSITIONS in takes:
+        options[POSITIONS] = batch.positions
     if has_mask:
         options["attention_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     if "use_cache" in takes:

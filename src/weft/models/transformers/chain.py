@@ -22,9 +22,9 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import RegionInput
-from weft.models.transformers.capture import Captured, forward_options
+from weft.models.transformers.capture import POSITIONS, Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
-from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
+from weft.models.transformers.interfaces import BlockCall, calling, current_call
 from weft.models.transformers.sizes import is_drop_out
 
 
@@ -123,6 +123,8 @@ class Stub(nn.Module):
 class WholeBlock(nn.Module):
     """The first or the last block: the model without its layers, and without the other end."""
 
+    may_gather_sequence = True
+
     def __init__(self, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
         self.lm = lm
@@ -130,6 +132,7 @@ class WholeBlock(nn.Module):
         self.has_mask = captured.has_mask
         self.width = captured.width
         self.drops_out = drops_out(lm)
+        self.needs_whole_texts = POSITIONS not in captured.takes
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self.lm, x, batch, self)
@@ -169,7 +172,16 @@ def _end_at_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class LayerBlock(nn.Module):
-    """One layer. The model around it has no parameters of its own and belongs to no block."""
+    """One layer. The model around it has no parameters of its own and belongs to no block.
+
+    Attributes:
+        may_gather_sequence: whether it may work on whole sequences where sequence parallelism does
+            not fit its code.
+        needs_whole_texts: whether it reads other tokens by code of its own (short convolutions,
+            recurrent states), or counts positions by itself.
+    """
+
+    may_gather_sequence = True
 
     def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
@@ -181,8 +193,8 @@ class LayerBlock(nn.Module):
         self.width = captured.width
         self.drops_out = drops_out(lm)
         kinds = {type(module) for module in layer.modules()}
-        self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
-        """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
+        mixes = Attend not in kinds or nn.Conv1d in kinds
+        self.needs_whole_texts = mixes or POSITIONS not in captured.takes
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
@@ -238,9 +250,8 @@ def blocks_of_model(
     Args:
         has_region: path of an attention module -> whether a tensor-parallel region may begin there.
     """
-    for path, attend in captured.make_attends(lm).items():
+    for path in captured.set_attends(lm):
         module = lm.get_submodule(path)
-        setattr(module, ATTEND, attend)
         if has_region(path):
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)

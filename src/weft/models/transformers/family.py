@@ -47,6 +47,8 @@ def transformers_family(name: str) -> UserFamily:
         """The chain embed, layer0, ..., head."""
         found = architecture_of(model_type, values_of(config))
         lm = build(found.config, implementation=found.captured.implementation)
+        for own in found.untrained:
+            lm.get_parameter(own).requires_grad_(False)
         return blocks_of_model(lm, found.captured, has_region=shards(found, vars(config)))
 
     def axes(config: Any) -> Mapping[str, Any]:

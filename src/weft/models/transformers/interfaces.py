@@ -27,7 +27,7 @@ NAME = "weft"
 EAGER = "eager"
 """Implementation of models whose layers do not call the attention interface."""
 ATTEND = "weft_attend"
-"""Child of an attention module that computes its attention."""
+"""Child of an attention module that computes its attention; see `attend_name`."""
 KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "cu_seq_lens_q"})
 """Tensors that an attention function may be given beside q, k and v without computing with them."""
 
@@ -41,21 +41,22 @@ class NamedMask:
 
 @dataclass
 class Recording:
-    """What attention is asked for in one run of a model: attention module -> its `Attend`."""
+    """What attention is asked for in one run of a model: attention module -> an `Attend` a call."""
 
-    attends: dict[nn.Module, Attend] = field(default_factory=dict)
+    attends: dict[nn.Module, list[Attend]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class BlockCall:
     """The call of a block: its input, the batch, and zeros in place of embeddings; while a model is
-    recorded there are none.
+    recorded there are none. `num_calls` counts those of attention, by the identity of its module.
     """
 
     x: Any = None
     batch: Batch | None = None
     embeds: Any = None
     recording: Recording | None = None
+    num_calls: dict[int, int] = field(default_factory=dict)
 
 
 _call: ContextVar[BlockCall] = ContextVar("call of a block")
@@ -88,10 +89,18 @@ def attention(
     call = current_call()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if call.recording is not None:
-        call.recording.attends[module] = _attend_of(module, attention_mask, options)
+        attends = call.recording.attends.setdefault(module, [])
+        attends.append(_attend_of(module, attention_mask, options))
         return q.new_zeros((*q.shape[:-1], v.shape[-1])), None
-    attend = getattr(module, ATTEND)
+    number = call.num_calls.get(id(module), 0)
+    call.num_calls[id(module)] = number + 1
+    attend = getattr(module, attend_name(number))
     return attend(q, k, v, call.batch), None
+
+
+def attend_name(number: int) -> str:
+    """The child of an attention module that computes a call of its forward: each has a cache."""
+    return f"{ATTEND}{number or ''}"
 
 
 def _attend_of(module: nn.Module, mask: Any, options: dict[str, Any]) -> Attend:

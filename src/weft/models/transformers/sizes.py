@@ -83,6 +83,7 @@ TINY: Mapping[str, Any] = {
     "word_embed_proj_dim": 64,
     "rotary_dim": 8,
     "tie_word_embeddings": False,
+    "is_decoder": True,
 }
 """Other attributes of configs that are built from sizes, where a config has them."""
 MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")

@@ -24,6 +24,11 @@ Note [Sharding trace]
         a parameter that does both                           rejected
         an activation from outside that meets one inside     rejected: its gradient would miss the other ranks' parts
 
+    Note [Whole sequences]
+        Under sequence parallelism a block that is not accepted on parts of the sequence may work on
+        whole ones, if its class says so (`may_gather_sequence`): its input is all-gathered, it is
+        transformed as without sequence parallelism, and each rank hands on its part of the output.
+
     The same idea as varying and unvarying values in JAX's `shard_map`; the gradient of an unvarying
     operand is summed there, too.
 """
@@ -93,6 +98,21 @@ class Value:
         return self.inside or self.sharded
 
 
+@dataclass(frozen=True)
+class WholeSequence:
+    """A block that works on whole sequences under sequence parallelism; see Note [Whole sequences].
+
+    Attributes:
+        reason: why it does not work on parts of them.
+        is_gathered: whether its input is all-gathered: that of the first block are tokens.
+        is_split: whether each rank hands on its part of the output: a loss reads it whole.
+    """
+
+    reason: str
+    is_gathered: bool
+    is_split: bool
+
+
 @dataclass
 class Findings:
     """What a trace found.
@@ -106,6 +126,7 @@ class Findings:
         sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
             it.
         dropout: name of a block -> how the tensors of its calls of dropout are sharded.
+        whole: name of a block -> how it works on whole sequences.
     """
 
     entries: dict[str, list[str]] = field(default_factory=dict)
@@ -113,6 +134,7 @@ class Findings:
     uses: dict[str, set[bool]] = field(default_factory=dict)
     sharded_losses: dict[str, int] = field(default_factory=dict)
     dropout: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
+    whole: dict[str, WholeSequence] = field(default_factory=dict)
 
     @property
     def partial(self) -> frozenset[str]:
@@ -295,14 +317,38 @@ class ShardingTrace(TorchDispatchMode):
         value = Value(tuple(dims), activation=True)
         return self.set(tensor, value)
 
+    @contextmanager
+    def on_whole_sequences(self) -> Iterator[None]:
+        """Activations outside regions are whole inside; see Note [Whole sequences]."""
+        self.sequence_parallel = False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = True
+
+    def has_parts(self, x: Tensor) -> bool:
+        """Whether an activation is sharded along the sequence."""
+        return x.dim() > SEQ_DIM and is_sharded(self.value(x).dims[SEQ_DIM])
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The whole activation, of which each rank has the tokens of its part."""
+        shape = list(x.shape)
+        shape[SEQ_DIM] *= self.degree
+        return self.set(x.new_empty(shape), Value(whole_dims(shape), activation=True))
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's part of an activation that is the same on all ranks."""
+        shape = list(x.shape)
+        shape[SEQ_DIM] //= self.degree
+        return self.outside(x.new_empty(shape))
+
     def enter(self, x: Tensor) -> Tensor:
         """The input of a region, from an activation outside: whole along the sequence."""
         value = self.value(x)
         self.use(value.params, partial=value.varies)
         shape = list(x.shape)
         if self.sequence_parallel:
-            is_part = x.dim() > SEQ_DIM and is_sharded(value.dims[SEQ_DIM])
-            if not is_part:
+            if not self.has_parts(x):
                 raise ShardingError(
                     "sequence parallelism: the input of a region is not sharded along the sequence"
                 )

@@ -18,6 +18,7 @@ from weft.models.common.batch import Batch, activation_of
 from weft.models.common.buffer_updates import noted_updates
 from weft.models.common.dropout_mode import CallShards
 from weft.models.common.init import path_below
+from weft.models.common.layers import Loss
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.dropout_blocks import NotedDropout
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
@@ -27,7 +28,7 @@ from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
 from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharded_sizes import SizesOfShards
-from weft.parallel.tensor.sharding_mode import Findings, ShardingTrace, Value
+from weft.parallel.tensor.sharding_mode import Findings, ShardingTrace, Value, WholeSequence
 from weft.parallel.tensor.stand_ins import SIZES_IN_REGION
 
 UNSHARDED_INPUT = (
@@ -51,6 +52,7 @@ def trace_blocks(
     sequence_parallel: bool,
     records: dict[Hashable, BlockRecord] | None = None,
     repeats: Mapping[str, str] | None = None,
+    whole: Mapping[str, WholeSequence] | None = None,
 ) -> Findings:
     """Run the chain of plain blocks on shards of one rank; see Note [Sharding trace].
 
@@ -62,6 +64,7 @@ def trace_blocks(
         index: place of the rank along the axis.
         records: those of a trace of the same blocks for another index, to which this one adds.
         repeats: as in `PlainChain`.
+        whole: blocks that work on whole sequences, as another trace has found.
 
     Raises:
         PlanError: a block that does not compute on shards what it computes on whole tensors.
@@ -71,13 +74,49 @@ def trace_blocks(
         model, kinds, params, trace, {} if records is None else records, repeats or {}
     )
     x = batch.inputs
+    following = [*list(model.values())[1:], None]
     with torch.inference_mode():
-        for name, block in model.items():
+        for (name, block), next_block in zip(model.items(), following, strict=True):
             local_batch = batch
             if sequence_parallel and _looks_up_tokens_and_positions(block, kinds[name]):
                 local_batch = _local_positions(batch, trace, index)
-            x = chain.run(name, x, local_batch)
+            known = (whole or {}).get(name)
+            if known is None:
+                before = copy.deepcopy(trace.findings)
+                may_gather = sequence_parallel and getattr(block, MAY_GATHER, False)
+                feeds_loss = next_block is not None and _has_loss(next_block)
+                try:
+                    out = chain.run(name, x, local_batch)
+                    if may_gather and trace.has_parts(out) == feeds_loss:
+                        raise PlanError(Fault(name, PARTS_OF_LOGITS if feeds_loss else NO_PARTS))
+                    x = out
+                    continue
+                except PlanError as error:
+                    if not may_gather:
+                        raise
+                    reason = str(error.faults[0]).partition(" Fix: ")[0]
+                trace.findings = before
+                known = WholeSequence(
+                    reason, is_gathered=trace.has_parts(x), is_split=not feeds_loss
+                )
+            if known.is_gathered:
+                x = trace.gathered(x)
+            with trace.on_whole_sequences():
+                x = chain.run(name, x, batch)
+            if known.is_split:
+                x = trace.split(x)
+            trace.findings.whole[name] = known
     return trace.findings
+
+
+NO_PARTS = "its embeddings are not sharded, and each rank takes its part of them"
+PARTS_OF_LOGITS = "its logits are not sharded, and the loss reads those of whole sequences"
+MAY_GATHER = "may_gather_sequence"
+"""Class attribute of blocks that may work on whole sequences; see Note [Whole sequences]."""
+
+
+def _has_loss(block: nn.Module) -> bool:
+    return any(isinstance(module, Loss) for module in block.modules())
 
 
 @dataclass(frozen=True)
@@ -205,6 +244,7 @@ class ChainTrace:
             params.append((path, local))
         return (
             structure,
+            self.trace.sequence_parallel,
             self.kinds[name],
             tuple(params),
             TensorSpec.of(x),

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import Rule, span_sizes
 from weft.core.mesh import Mesh
@@ -24,7 +25,7 @@ from weft.parallel.tensor.instrument import LocalParam
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
 from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_modules
-from weft.parallel.tensor.sharding_mode import Findings
+from weft.parallel.tensor.sharding_mode import Findings, WholeSequence
 from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
@@ -58,15 +59,18 @@ def transform(
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
     regions = _find_regions(chain, plan, comm, axes=axes)
     dropout.add(regions.findings.dropout)
-    region = Region(comm, AXIS, plan.sequence_parallel)
     made: dict[int, nn.Module] = {}
     for name, block in blocks.items():
         key = id(block)
         if key not in made:  # a block may be used twice
             first_name = regions.first_names[name]
+            whole = regions.findings.whole.get(first_name)
+            region = Region(comm, AXIS, plan.sequence_parallel and whole is None)
             made[key] = _make_parallel(
                 first_name, block, regions.modules[first_name], regions.findings, region
             )
+            if whole is not None:
+                _work_on_whole_sequences(made[key], whole, comm)
     for name, block in blocks.items():
         blocks[name] = made[id(block)]
     vocab = axis_sizes.get("vocab", 0)
@@ -97,7 +101,7 @@ def _find_regions(
     """The regions of a model, which are found once for all rank threads of a process."""
 
     def find() -> ModelRegions:
-        return _regions_of(snapshot.chain(), plan, axes=axes)
+        return regions_of(snapshot.chain(), plan, axes=axes)
 
     if snapshot.fingerprint is None:
         return find()
@@ -107,7 +111,12 @@ def _find_regions(
     return comm.share_in_process(key, find)
 
 
-def _regions_of(chain: PlainChain, plan: Plan, *, axes: AxisTable) -> ModelRegions:
+def regions_of(chain: PlainChain, plan: Plan, *, axes: AxisTable) -> ModelRegions:
+    """The regions of a model, by a trace.
+
+    Raises:
+        PlanError: a model that would not compute on shards what it computes on one device.
+    """
     rule = plan.sharding_rule
     first_name_of: dict[int, str] = {}
     first_names: dict[str, str] = {}
@@ -162,7 +171,9 @@ def _trace(
     of_last = _local_params(chain, plan, axes=axes, index=degree - 1)
     records: dict[Hashable, BlockRecord] = {}
 
-    def trace(params: Mapping[str, LocalParam], index: int) -> Findings:
+    def trace(
+        params: Mapping[str, LocalParam], index: int, whole: Mapping[str, WholeSequence]
+    ) -> Findings:
         return trace_blocks(
             chain.blocks,
             modules,
@@ -173,12 +184,18 @@ def _trace(
             sequence_parallel=plan.sequence_parallel,
             records=records,
             repeats=chain.repeats,
+            whole=whole,
         )
 
-    findings = trace(of_first, 0)
-    if of_last != of_first:
-        trace(of_last, degree - 1)
-    return findings
+    findings = trace(of_first, 0, {})
+    if of_last == of_first:
+        return findings
+    while True:  # the ranks must agree on the blocks that work on whole sequences
+        whole = findings.whole
+        last = trace(of_last, degree - 1, whole)
+        if last.whole == whole:
+            return findings
+        findings = trace(of_first, 0, last.whole)
 
 
 def _local_params(
@@ -353,6 +370,24 @@ def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple
         return x, local_batch
 
     return narrow
+
+
+def _work_on_whole_sequences(block: nn.Module, how: WholeSequence, comm: Comm) -> None:
+    """All-gather the input of a block, and hand on this rank's part of its output; the gradients go
+    the other way. See Note [Whole sequences].
+    """
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        return ops.gather_from_region(x, comm, AXIS, SEQ_DIM), *others
+
+    def split(_: nn.Module, _args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return ops.scatter_to_region(out, comm, AXIS, SEQ_DIM)
+
+    if how.is_gathered:
+        block.register_forward_pre_hook(gather, prepend=True)
+    if how.is_split:
+        block.register_forward_hook(split)
 
 
 def _shard_losses(

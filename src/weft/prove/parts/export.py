@@ -27,7 +27,6 @@ from weft.hf.match import mapping_of
 from weft.models import FAMILIES
 from weft.prove.against.hf_weights import Values
 from weft.prove.against.support import LIBRARY
-from weft.prove.bounds import FACTOR
 from weft.prove.inner_precision import inner_precision
 from weft.prove.parts.comparisons import Compared, Comparisons
 from weft.prove.parts.plain_export import WEIGHT, merged_plainly, read_plainly
@@ -278,19 +277,15 @@ class _Export:
         hf = HFLogits(self.exported, tokens_BS)
         subject = self._without_adapters()
         blocks = plain_blocks(subject.family, subject.model, Values(dict(self.right)))
-        bound = max(hf.bound, self._rounding_inside(subject, num_blocks=len(blocks)))
+        inner = inner_precision(
+            subject.family, subject.model, dtype=torch.float64, seq_len=NUM_TOKENS
+        )
+        bound = max(hf.bound, inner.rounding(len(blocks)))
         for row, right_SV in enumerate(hf.compute()):
             what = Compared(f"logits of sequence {row}", "export", STEPS, block="head")
             *_, logits_SV = plain_outputs(blocks, [tokens_BS[row].tolist()]).values()
             found.check(what, logits_SV, right_SV, ranks=(0,), bound=bound)
         return found.as_pass(f"float64, logits of {LIBRARY}", hf.source)
-
-    @staticmethod
-    def _rounding_inside(subject: Subject, *, num_blocks: int) -> float:
-        """How far casts inside a model that is not weft's own move logits: a rounding a block."""
-        model = subject.model
-        inner = inner_precision(subject.family, model, dtype=torch.float64, seq_len=NUM_TOKENS)
-        return 0.0 if inner.dtype is None else FACTOR * num_blocks * torch.finfo(inner.dtype).eps
 
     def _tokens(self) -> Tensor:
         """Two sequences, [B, S]."""
