@@ -18,9 +18,11 @@ from tests.parallel.test_user_models import (
     ENDS,
     FFN,
     HEADS,
+    KV_HEADS,
     MLP,
     SHAPES,
     TOLERANCE,
+    VOCAB,
     D,
     InlineMLP,
     K,
@@ -152,6 +154,37 @@ class ShardedUpdate(InlineMLP):
         self.mean.copy_(mean.mean())
 
 
+class Depthwise(InlineMLP):
+    """A causal convolution of each feature with itself, as in Mamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FFN, FFN, 3, groups=FFN)
+
+    def mlp(self, y: Tensor) -> Tensor:
+        x = F.pad(self.up(y).transpose(1, 2), (2, 0))
+        conv = F.conv1d(x, self.conv.weight, self.conv.bias, groups=x.shape[1])
+        return self.down(F.silu(conv).transpose(1, 2))
+
+
+class ConvolutionOverSharded(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        x = self.up(y).transpose(1, 2)
+        return self.down(F.conv1d(x, x.new_ones(FFN, x.shape[1], 1)).transpose(1, 2))
+
+
+class EmbeddedValues(InlineMLP):
+    """A value of each head by the token, as in nanochat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Embedding(VOCAB, KV_HEADS * K)
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        v = heads(self.v(y)) + heads(self.values(batch.inputs))
+        return self.o(self.attend(heads(self.q(y)), heads(self.k(y)), v, batch).flatten(2))
+
+
 class DoubledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -185,6 +218,7 @@ REJECTED: dict[Callable[[], nn.Module], str] = {
     RootOfLocalEntries: "float() or math computes with the local size of a sharded dim",
     HalfOfSharded: "slice of a sharded dim",
     ProductByHand: "sums over a sharded dim outside a row-parallel nn.Linear",
+    ConvolutionOverSharded: "convolution over sharded channels",
     OwnLinear: "DoubledLinear overrides Linear.forward",
     ShardedUpdate: "a sharded value is handed to weft.update_buffers",
 }
@@ -236,6 +270,25 @@ def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
 @pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
 def test_outputs_of_parallel_linears_may_be_changed_in_place(layout: str) -> None:
     assert compare(Shape(InPlace, PLAIN), layout) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
+@pytest.mark.parametrize(
+    ("block", "axes"),
+    [
+        (Depthwise, {"layer*.conv.weight": ("ffn", "one", "taps"), "layer*.conv.bias": ("ffn",)}),
+        (EmbeddedValues, {"layer*.values.weight": ("entry", "kv_heads")}),
+    ],
+)
+def test_features_may_be_convolved_one_by_one_and_looked_up(
+    block: Callable[[], nn.Module], axes: AxisTable, layout: str
+) -> None:
+    assert compare(Shape(block, {**PLAIN, **axes}), layout) < TOLERANCE
+
+
+def test_an_embedding_is_not_sharded_along_both_dims() -> None:
+    axes = {**PLAIN, "layer*.values.weight": ("vocab", "kv_heads")}
+    assert "sharded along both dims over tp" in rejection(EmbeddedValues, "tp2", axes)
 
 
 def test_a_compiled_block_is_rejected() -> None:

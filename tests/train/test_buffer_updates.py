@@ -25,9 +25,11 @@ from weft.models.common.buffer_updates import (
 )
 from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.model.recorded_buffers import apply_updates
+from weft.prove.plain_buffers import PlainBuffers
 from weft.prove.proof import prove
 from weft.prove.subject import Subject
 from weft.testing import run_ranks
+from weft.train.init_from import place_buffers
 from weft_selftest.mutants.buffer_faults import MUTANTS
 from weft_selftest.mutants.plant import planted
 from weft_selftest.mutants.trial import try_mutants
@@ -185,6 +187,27 @@ def test_blocks_that_update_buffers_are_not_compiled() -> None:
 def test_modules_that_update_buffers_are_found_by_name() -> None:
     block = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), Digits())
     assert list(updating_modules(block, "layer0")) == ["layer0.0", "layer0.2"]
+
+
+@pytest.mark.parametrize("compute", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("params", [torch.float64, torch.float32, torch.bfloat16])
+def test_buffers_of_the_proof_s_reference_are_those_of_ranks(
+    compute: torch.dtype, params: torch.dtype
+) -> None:
+    """Before, a table kept its float32 in the reference of a run in bfloat16."""
+    table = nn.Module()
+    table.register_buffer("angles", torch.linspace(0, 1, 7))
+    table.register_buffer("places", torch.arange(7))
+    block = nn.Sequential(table, nn.BatchNorm1d(2), Digits())
+    of_rank, of_reference = copy.deepcopy(block), copy.deepcopy(block)
+    place_buffers([of_rank], device=torch.device("cpu"), dtype=compute, updated=params)
+    PlainBuffers({"layer0": of_reference}, compute=compute, dtype=params)
+    assert of_reference.get_buffer("0.angles").dtype == compute
+    for (name, one), (_, other) in zip(
+        of_rank.named_buffers(), of_reference.named_buffers(), strict=True
+    ):
+        assert one.dtype == other.dtype, name
+        assert torch.equal(one, other), name
 
 
 def trained(out: Path, **keys: Any) -> weft.Result:

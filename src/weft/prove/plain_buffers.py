@@ -47,13 +47,13 @@ class Deferred:
 
 
 class PlainBuffers:
-    """The buffers that training updates, of the one-device reference.
+    """The buffers that training updates, of the one-device reference; the others get the dtype of compute.
 
     A forward of torch's BatchNorm updates them at once, and one that is repeated, or whose step is
     skipped, is undone.
 
     Args:
-        dtype: of parameters; buffers have at least float32.
+        dtype: of parameters; buffers that training updates have at least float32.
     """
 
     def __init__(
@@ -62,11 +62,13 @@ class PlainBuffers:
         self._deferred = Deferred()
         self._modules = prepare_plain(blocks, compute, self._deferred)
         self._trained = [module for module in self._modules.values() if module.training]
-        wide = torch.promote_types(dtype, torch.float32)
-        for module in self._modules.values():
+        updated = torch.promote_types(dtype, torch.float32)
+        updating = {id(module) for module in self._modules.values()}
+        for module in nn.ModuleDict(blocks).modules():
+            own = updated if id(module) in updating else compute
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
-                    module._buffers[key] = buffer.to(wide)
+                    module._buffers[key] = buffer.to(own)
         self._before = self._copies()
 
     def __bool__(self) -> bool:

@@ -52,6 +52,31 @@ def _linear(op: TracedOp) -> list[Dims]:
     return [(*x[:-1], features)]
 
 
+def _convolution(op: TracedOp) -> list[Dims]:
+    """x[B, C, ...] with weight[O, C / groups, ...]: output channels may be sharded where all input
+    channels are there, and channels of a depthwise one, each of which reads its own.
+    """
+    x, weight, *biases = op.operands
+    batch, channels, *space = x
+    outputs, *kernel = weight
+    reject_sums_over(op, *space, *kernel)
+    is_depthwise = op.args["groups"] == length(channels) and channels == outputs
+    if is_sharded(channels) and not is_depthwise:
+        raise ShardingError(
+            "convolution over sharded channels, and only a depthwise one keeps them apart",
+            fix="functional convolutions with groups=x.shape[1]; or name axes that are not sharded",
+        )
+    if is_sharded(outputs) and not is_depthwise and op.args["groups"] != 1:
+        raise ShardingError("convolution of groups whose output channels are sharded")
+    if op.args["transposed"]:
+        raise ShardingError("transposed convolution of sharded channels has no rule")
+    if any(is_sharded(bias[0]) != is_sharded(outputs) for bias in biases):
+        raise ShardingError(
+            "convolution whose weight is sharded and whose bias is not, or the other way round"
+        )
+    return [(batch, outputs, *map(whole_dim, op.shape[2:]))]
+
+
 def _matrix_product(op: TracedOp) -> list[Dims]:
     """mm, bmm, addmm, baddbmm: [..., N, K] x [..., K, M]."""
     *_, left, right = op.operands
@@ -151,6 +176,7 @@ _RULES: dict[Rule, tuple[str, ...]] = {
     shape_rules.pad: ("constant_pad_nd", "pad"),
     shape_rules.repeat_interleave: ("repeat_interleave",),
     _linear: ("linear",),
+    _convolution: ("convolution",),
     _matrix_product: ("mm", "bmm", "addmm", "baddbmm"),
     _reduction: (
         "sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "prod", "any", "all", "argmax", "argmin",

@@ -59,8 +59,8 @@ def find_sharded_modules(
     """The modules below a plain block that hold sharded parameters, by what becomes of them.
 
     Raises:
-        PlanError: a linear sharded along both dims, an embedding sharded along its features, or a
-            subclass of them.
+        PlanError: a linear or an embedding sharded along both dims, or a subclass of them whose forward a
+            parallel one would replace.
     """
     search = _ModuleSearch(axes, rule)
     for path, module in block.named_modules():
@@ -111,14 +111,15 @@ class _ModuleSearch:
 
     def _visit_embedding(self, path: str, module: nn.Embedding, *, key: str) -> None:
         row_axis, feature_axis = logical_axes(key, self.axes)
-        if sharded_over(feature_axis, self.rule) == AXIS:
-            fault = Fault(
-                key, "an embedding cannot be sharded along its features", got=str(feature_axis)
-            )
-            raise PlanError(fault)
-        if sharded_over(row_axis, self.rule) == AXIS:
-            _check_class(module, (nn.Embedding,), key)
+        has_sharded_features = sharded_over(feature_axis, self.rule) == AXIS
+        has_sharded_rows = sharded_over(row_axis, self.rule) == AXIS
+        if has_sharded_rows and has_sharded_features:
+            got = f"{row_axis}, {feature_axis}"
+            raise PlanError(Fault(key, "sharded along both dims over tp", got=got))
+        if has_sharded_rows or has_sharded_features:
             _check_options(module, key)
+        if has_sharded_rows:  # one whose features are sharded computes on its part as it is
+            _check_class(module, (nn.Embedding,), key)
             self.embeddings.append(path)
 
     def _holds_sharded(self, module: nn.Module, name: str) -> bool:
@@ -165,7 +166,7 @@ def _check_options(module: nn.Embedding, key: str) -> None:
     if given:
         fault = Fault(
             key,
-            "a vocabulary-parallel embedding supports none of max_norm, scale_grad_by_freq, sparse",
+            "an embedding that is sharded over tp supports none of max_norm, scale_grad_by_freq, sparse",
             got=", ".join(given),
         )
         raise PlanError(fault)
