@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import weft
 from tests.programs import programs
@@ -42,7 +42,7 @@ def test_a_wrong_config_is_one_fault_before_anything_starts(tmp_path: Path) -> N
         weft.train({"mesh": "tp3", "out": str(tmp_path / "run")}, model=MODEL)
     with pytest.raises(weft.WeftError, match="no such file"):
         weft.train({}, model=tmp_path / "missing.py")
-    with pytest.raises(weft.WeftError, match="data: is no data"):
+    with pytest.raises(weft.WeftError, match="input_ids is no row of tokens"):
         weft.train({}, model=MODEL, data=[[1.5]])
     with pytest.raises(weft.WeftError, match=r"no tokens \(got -1 to 5"):
         weft.train({}, model=MODEL, data=[5, -1])
@@ -129,15 +129,13 @@ def test_samples_of_other_shapes_are_named(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> dict[str, object]:
             return {**super().__getitem__(index), "x": torch.zeros(3 + index // 5)}
 
-    with pytest.raises(weft.WeftError, match="sample 5 of the dataset has another array"):
+    with pytest.raises(weft.WeftError, match="sample 5 of the Ragged has another array"):
         weft.train({"steps": 1, "out": tmp_path / "run"}, model=REGRESSION, data=Ragged())
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    "data",
-    [Endless(), [Endless()], DataLoader(Endless()), iter([1, 2]), object(), []],
-    ids=lambda data: type(data).__name__,
+    "data", [[Endless()], iter([1, 2]), object()], ids=lambda data: type(data).__name__
 )
 def test_data_of_another_type_is_one_fault_at_once(data: object) -> None:
     with pytest.raises(weft.WeftError, match=r"data: is no data \(got .*an array, tensor or list"):

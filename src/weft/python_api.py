@@ -11,10 +11,9 @@ Note [Where a run trains]
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,7 @@ from weft.start.auto_mesh import choose_before_ranks, choose_mesh
 from weft.start.auto_recompute import choose_recompute, choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.environment import is_joining
-from weft.start.given_values import given_values, stored_data
+from weft.start.given_values import GivenRun
 from weft.start.preflight import data_checks
 from weft.start.prove_parts import prove_run_parts
 from weft.start.prove_run import proof_data_checks, prove_config, prove_folder
@@ -140,8 +139,9 @@ def train(
         config: a TOML file, or keys: `{"mesh": "dp2", "steps": 10, "optim": {"lr": 1e-3}}`.
         model: a family, a model file, a module, a `weft.Model`, or a class or object with the same
             names.
-        data: a data source; a one-dimensional array of tokens; or, for models of arrays, arrays by name
-            or a map-style dataset whose samples are dicts of arrays.
+        data: a data source; a one-dimensional array of tokens; arrays by name, for models that name
+            them; or items, which are read once: a dataset of torch or of the library datasets, a
+            DataLoader, a list or an iterable, of texts, records, rows of tokens or arrays.
         on_step: called with each step, under torchrun on every rank, else once. If it raises, the
             run saves and ends, and the exception is raised here.
 
@@ -215,21 +215,18 @@ def prove(
         if not what:
             return prove_folder(Path(config), first=first)
         config = first_config_path(Path(config))
-    words, values = given_values(config, model, data)
-    tokens = None if isinstance(data, (str, Path)) else data
-    with tempfile.TemporaryDirectory() as folder:
-        of_tokens = {} if tokens is None else stored_data(tokens, Path(folder))
-        run = load_checked_run(
-            words,
-            proof_data_checks,
-            preflight.optimizer_checks,
-            values={**values, **of_tokens},
-            choose_mesh=choose_mesh,
-            choose_recompute=choose_recompute,
-        )
-        if what:
-            return prove_run_parts(run, what, steps=first, full=full)
-        return prove_config(run, steps=first, full=full)
+    given = GivenRun.of(config, model, data)
+    run = load_checked_run(
+        given.words,
+        proof_data_checks,
+        preflight.optimizer_checks,
+        values=given.all_values,
+        choose_mesh=choose_mesh,
+        choose_recompute=choose_recompute,
+    )
+    if what:
+        return prove_run_parts(run, what, steps=first, full=full)
+    return prove_config(run, steps=first, full=full)
 
 
 def checked_run(config: Config = None, model: Any = None, data: Any = None) -> Run:
@@ -238,11 +235,11 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
     Raises:
         UserError: it is not possible.
     """
-    words, values = given_values(config, model, data)
+    given = GivenRun.of(config, model, data)
     return load_checked_run(
-        words,
+        given.words,
         data_checks,
-        values=values,
+        values=given.all_values,
         choose_mesh=choose_mesh,
         choose_recompute=choose_recompute,
     )
@@ -250,17 +247,10 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
 
 @dataclass(frozen=True)
 class _PreparedRun:
-    """A checked run.
+    """A checked run, and what a script has given for it."""
 
-    Attributes:
-        words: of the command line, and `values` of keys beside them.
-        tokens: that are given as an array; None: the config names the data.
-    """
-
-    words: tuple[str, ...]
-    values: Mapping[str, Any]
+    given: GivenRun
     run: Run
-    tokens: Any
 
     @property
     def trains_here(self) -> bool:
@@ -279,31 +269,31 @@ class _PreparedRun:
     def steps_of_process(self) -> Generator[Step]:
         """Train in a process of its own; yields its steps. Closed, it stops the run, which saves."""
         own_model = FAMILIES.value_of(self.run.model.name)
-        process = RunProcess(self.words, self.values, self.out, own_model, self.tokens)
+        values = dict(self.given.values)
+        if self.given.data is not None:
+            values |= self.given.data.moved(self.out)
+        process = RunProcess(self.given.words, values, self.out, own_model)
         with closing(steps_of_process(process)) as events:
             for event in events:
                 yield Step(event)
 
 
 def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
-    words, values = given_values(config, model, data)
-    tokens = None if data is None or isinstance(data, (str, Path)) else data
+    given = GivenRun.of(config, model, data)
     is_rank = is_joining(os.environ)
-    with tempfile.TemporaryDirectory() as folder:
-        of_tokens = {} if tokens is None else stored_data(tokens, Path(folder))
-        run = load_checked_run(
-            words,
-            data_checks,
-            preflight.environment_checks,
-            values={**values, **of_tokens},
-            adapt=preflight.after_restart if is_rank else None,
-            choose_mesh=choose_before_ranks,
-            choose_recompute=choose_recompute_before_ranks,
-        )
+    run = load_checked_run(
+        given.words,
+        data_checks,
+        preflight.environment_checks,
+        values=given.all_values,
+        adapt=preflight.after_restart if is_rank else None,
+        choose_mesh=choose_before_ranks,
+        choose_recompute=choose_recompute_before_ranks,
+    )
     chosen = {"mesh": run.mesh} if run.mesh else {}  # `auto` is chosen once
     if is_chosen_by_memory(run.parallel.recompute):
         chosen[RECOMPUTE] = run.parallel.recompute
-    return _PreparedRun(words, {**values, **chosen}, run, tokens)
+    return _PreparedRun(replace(given, values={**given.values, **chosen}), run)
 
 
 @dataclass(frozen=True)
@@ -333,9 +323,9 @@ def _train_here(prepared: _PreparedRun, on_step: OnStep | None) -> Result:
         run = run.with_values({"transport": THREADS})  # one rank, which is a thread of this process
 
     def complete(run: Run, out: Path) -> Run:
-        """The run in its folder, with tokens that were given as an array."""
-        tokens = prepared.tokens
-        return run if tokens is None else run.with_values(stored_data(tokens, out))
+        """The run in its folder, with the data that the script has given."""
+        data = prepared.given.data
+        return run if data is None else run.with_values(data.moved(out))
 
     try:
         trained = train_checked(

@@ -539,9 +539,9 @@ def test_grouped_products_are_those_of_each_expert_within_rounding(dtype, counts
     assert len(calls) == (5 if has_bias else 3)
     wide = Products(*(each if each is None else each.double() for each in vars(made).values()))
     exact = wide.run(counts, by_expert)
-    sizes = Products(
-        *(each if each is None else each.abs() for each in vars(wide).values())
-    ).run(counts, by_expert)
+    sizes = Products(*(each if each is None else each.abs() for each in vars(wide).values())).run(
+        counts, by_expert
+    )
     eps = torch.finfo(dtype).eps
     most_terms = 26  # 24 columns, and a bias
     for got, expected, size in zip(found, exact, sizes, strict=True):

@@ -46,6 +46,7 @@ SAME_KEYS = (
     "seed",
     "batch.global_size",
     "data.seq_len",
+    "data.order",
     "precision.params",
     "loss",
     "lora.rank",

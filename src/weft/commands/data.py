@@ -31,7 +31,8 @@ class PrepareArguments(ConfigSection):
 
     inputs: tuple[str, ...] = Field(
         (),
-        description="files, folders, globs: text, JSON, CSV, TSV (also .gz .xz .bz2 .zst), parquet; hf:PATH[,CONFIG][:SPLIT]",
+        description="files, folders, globs, URLs: text, JSON, CSV, TSV, tar (also .gz .xz .bz2 .zst), parquet; "
+        "hf:PATH[,CONFIG][:SPLIT]",
     )
     out: str = Field("", description="folder to write")
     tokenizer: str = Field(

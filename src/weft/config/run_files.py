@@ -151,4 +151,8 @@ def _absolute_part(part: str) -> str:
 
 def _is_path(value: str) -> bool:
     """Whether a text is a relative path, or a pattern of such paths, that names something here."""
-    return not os.path.isabs(value) and (os.path.exists(value) or glob.has_magic(value))
+    return (
+        "://" not in value
+        and not os.path.isabs(value)
+        and (os.path.exists(value) or glob.has_magic(value))
+    )

@@ -82,7 +82,7 @@ class DataConfig(ConfigSection):
 
     source: str = Field(
         "stdlib",
-        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; "
+        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder, a glob, a URL; "
         ".bin holds tokens; .npz, .safetensors, .npy: arrays, for models that name them",
     )
     mix: tuple[str, ...] = Field(
@@ -113,6 +113,9 @@ class DataConfig(ConfigSection):
     packing: Literal["auto", "stream", "documents", "single"] = Field(
         "auto",
         description="stream of text, documents apart from each other, or single: one record; auto: stream, documents of records",
+    )
+    order: Literal["shuffled", "stored"] = Field(
+        "shuffled", description="of samples in an epoch: another one in each, or as they are stored"
     )
     long: Literal["split", "error"] = Field(
         "split", description="documents longer than seq_len: split (records are cut), or error"

@@ -14,10 +14,7 @@ ExpertKernelName = Literal["grouped", "loop"]
 
 GROUPED_CAPABILITIES = (9, 10)
 """GPUs by their major number; on others `grouped_mm` reads the loads on the host and loops, too."""
-GROUPED_BYTES = {
-    "cpu": {"float32": 4, "bfloat16": 2, "float16": 2},
-    "cuda": {"bfloat16": 2},
-}
+GROUPED_BYTES = {"cpu": {"float32": 4, "bfloat16": 2, "float16": 2}, "cuda": {"bfloat16": 2}}
 """Number types that `grouped_mm` multiplies, and the size of an entry; on a GPU others are looped."""
 ROW_UNIT_BYTES = 16
 MOST_GROUPS = 1023

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from weft.core.input_spec import TARGETS, InputSpec
 from weft.data.files import KEY, READ_ERRORS
-from weft.data.order import Ints, epoch_order
+from weft.data.order import Ints, Order, epoch_order
 from weft.data.samples import ARRAYS, HASH_DIGITS, IGNORE, SampleArrays
 from weft.data.verify import block_checksums
 from weft.errors import DataError, Fault
@@ -64,7 +64,9 @@ def array_files(source: str, specs: Mapping[str, InputSpec]) -> Iterator[Path]:
         yield path
 
 
-def open_arrays(source: str, specs: Mapping[str, InputSpec]) -> ArraySamples:
+def open_arrays(
+    source: str, specs: Mapping[str, InputSpec], *, order: Order = "shuffled"
+) -> ArraySamples:
     """The samples of a source, checked against what a model declares.
 
     Raises:
@@ -72,12 +74,12 @@ def open_arrays(source: str, specs: Mapping[str, InputSpec]) -> ArraySamples:
             have different numbers of samples, or whole numbers are out of range.
     """
     if source == RANDOM:
-        return ArraySamples(source, specs, None)
+        return ArraySamples(source, specs, None, order)
     stored = _stored(source, specs)
     faults = list(_faults(source, stored, specs))
     if faults:
         raise DataError(*faults)
-    return ArraySamples(source, specs, stored)
+    return ArraySamples(source, specs, stored, order)
 
 
 def _stored(source: str, specs: Mapping[str, InputSpec]) -> Arrays:
@@ -174,6 +176,7 @@ class ArraySamples:
     source: str
     specs: Mapping[str, InputSpec]
     stored: Arrays | None
+    order: Order = "shuffled"
 
     @property
     def num_samples(self) -> int:
@@ -184,7 +187,7 @@ class ArraySamples:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return epoch_order(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed, order=self.order)
 
     def read(self, samples: Ints) -> SampleArrays:
         """Rows of every array, in one batch dimension.

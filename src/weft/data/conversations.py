@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from weft.data.document_bounds import Bounds
 from weft.data.files import KEY
-from weft.data.order import Ints, epoch_order
+from weft.data.order import Ints, Order, epoch_order
 from weft.data.packing import Rows, pack_rows, single_rows
 from weft.data.records import AnswerText
 from weft.data.samples import HASH_DIGITS, IGNORE, SampleArrays
@@ -168,6 +168,7 @@ class ConversationSamples:
     seq_len: int
     source: str
     packing: Literal["documents", "single"] = "documents"
+    order: Order = "shuffled"
 
     @property
     def has_pairs(self) -> bool:
@@ -217,7 +218,7 @@ class ConversationSamples:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return epoch_order(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed, order=self.order)
 
     def documents(self, sample: int) -> Iterator[int]:
         """Numbers of the documents in a row, in order."""

@@ -93,7 +93,7 @@ def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Sample
     if model.kind == "images":
         return _open_images(data, model)
     if model.kind == "arrays":
-        return open_arrays(data.source, model.input_specs())
+        return open_arrays(data.source, model.input_specs(), order=data.order)
     if holds_records(data.source, data):
         vocab = model.axis_sizes()["vocab"]
         return open_records(data.source, data, vocab=vocab, split=split)
@@ -128,10 +128,13 @@ def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Seque
         raise DataError(Fault("data.packing", what, got="single", fix=fix))
     if data.packing == "documents":
         _check_documents(stream, data)
-        return SequenceSamples(
-            stream=stream, seq_len=data.seq_len, source=data.source, packing="documents"
-        )
-    return SequenceSamples(stream=stream, seq_len=data.seq_len, source=data.source)
+    return SequenceSamples(
+        stream=stream,
+        seq_len=data.seq_len,
+        source=data.source,
+        packing="documents" if data.packing == "documents" else "stream",
+        order=data.order,
+    )
 
 
 def _check_documents(stream: TokenStream, data: DataConfig) -> None:
@@ -215,4 +218,4 @@ def _open_images(data: DataConfig, model: ModelConfig) -> ImageSamples:
         pairs = images.read_pair(data.source)
     sizes = model.model_dump()
     pairs.check(image_size=sizes["image_size"], classes=sizes["classes"])
-    return ImageSamples(pairs, data.source)
+    return ImageSamples(pairs, data.source, data.order)

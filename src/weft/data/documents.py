@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,11 +186,23 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
 
 def _row_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A file of rows: the text field of each."""
+    check = partial(_check_text_column, field=options.text_field, file=file)
+    rows = file_rows(file, check=check, columns=(options.text_field,))
+    yield from documents_of_rows(rows, options, has_nulls=format_of(file).kind == "parquet")
+
+
+def documents_of_rows(
+    rows: Iterable[Row], options: ReadOptions, *, has_nulls: bool = True
+) -> Iterator[TextChunk]:
+    """The text field of each row; rows with an empty one are left out, and where there may be some,
+    those with None.
+
+    Raises:
+        DataError: a row has no such field, or no text in it.
+    """
     field = options.text_field
-    check = partial(_check_text_column, field=field, file=file)
-    has_nulls = format_of(file).kind == "parquet"
-    for row in file_rows(file, check=check, columns=(field,)):
-        if has_nulls and row.fields[field] is None:
+    for row in rows:
+        if has_nulls and field in row.fields and row.fields[field] is None:
             continue
         text = _text_of_row(row, field)
         if text:

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from weft.config.schema import DataConfig
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
 from weft.data.documents import ReadOptions, read_documents
-from weft.data.files import find_files, is_token_file
+from weft.data.files import is_token_file
 from weft.data.formats import format_of, formats_of
 from weft.data.order import Ints, hash_numbers
 from weft.data.prepared import Prepared, prepared_of, sources_of
 from weft.data.record_sources import PREFERENCE, encode_records, holds_records, make_reader
 from weft.data.samples import SequenceSamples
+from weft.data.streams import source_files
 from weft.data.token_sources import split_of
 from weft.data.tokenizer import BYTES, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_tokens
@@ -225,7 +226,7 @@ def _first_documents(data: DataConfig, source: str) -> tuple[Document, ...]:
     if prepared is not None:
         documents = _of_prepared(prepared, source, has_masks=holds_records(source, data))
     else:
-        files = find_files(source)
+        files = source_files(source)
         if holds_records(source, data):
             documents = _of_records(data, files)
         elif is_token_file(files[0]):

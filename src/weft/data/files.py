@@ -7,7 +7,7 @@ import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,7 @@ ROW_SUFFIXES = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".tar": "tar",
 }
 """Suffix -> kind of a file of rows; a JSON array differs from lines in its first byte."""
 READ_SUFFIXES = (
@@ -90,6 +91,16 @@ def find_files(source: str) -> tuple[Path, ...]:
         raise DataError(
             Fault(KEY, "cannot search for files there", got=got, fix="check the path")
         ) from None
+    check_one_kind(source, files)
+    return files
+
+
+def check_one_kind(source: str, files: Sequence[Path]) -> None:
+    """Check that all files hold tokens, or none.
+
+    Raises:
+        DataError: some do.
+    """
     num_token_files = sum(map(is_token_file, files))
     num_others = len(files) - num_token_files
     if num_token_files and num_others:
@@ -98,7 +109,6 @@ def find_files(source: str) -> tuple[Path, ...]:
         raise DataError(
             Fault(KEY, f"{source} holds text and token files", got=got, need="one kind", fix=fix)
         )
-    return files
 
 
 def left_out(source: str) -> Iterator[str]:

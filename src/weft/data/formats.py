@@ -32,7 +32,7 @@ from weft.data.files import (
 from weft.errors import DataError, Fault, counted
 from weft.small_files import UnreadableFile, open_regular
 
-Kind = Literal["text", "json_lines", "json_array", "csv", "tsv", "parquet", "tokens"]
+Kind = Literal["text", "json_lines", "json_array", "csv", "tsv", "parquet", "tar", "tokens"]
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 HEAD_BYTES = 2**13
 """Bytes at the start of a file, decompressed, that say what it holds."""
@@ -49,6 +49,7 @@ LABELS: Mapping[Kind, tuple[str, str]] = {
     "csv": ("CSV", "CSV"),
     "tsv": ("TSV", "TSV"),
     "parquet": ("parquet", "parquet"),
+    "tar": ("tar of samples", "tars of samples"),
     "tokens": ("token file", "token files"),
 }
 MAGIC: Mapping[bytes, Compression] = {
@@ -150,6 +151,8 @@ def format_of(file: Path) -> FileFormat:
     if compression is None and (kind == "parquet" or head.startswith(PARQUET_MAGIC)):
         return FileFormat("parquet")
     what = binary_kind(head)
+    if kind == "tar" and "tar" in what:
+        return FileFormat("tar", compression)
     if what:
         raise DataError(_binary_fault(file, what))
     if kind == "json_lines":
@@ -196,7 +199,7 @@ def _binary_fault(file: Path, what: str) -> Fault:
         new = file.with_name(f"utf8-{file.name}")
         fix = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(file))} > {shlex.quote(str(new))}"
     elif "archive" in what:
-        fix = "unpack it, and name the files in it"
+        fix = "unpack it, and name the files in it; tars of samples end in .tar"
     elif "parquet" in what:
         fix = "decompress it: parquet files are compressed inside"
     need = "text (UTF-8), JSON lines, a JSON array, CSV, TSV or parquet"

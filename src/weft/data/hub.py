@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.data.documents import FIELD_KEY, ReadOptions, TextChunk, document_chunks, suggest_field
 from weft.data.files import KEY
-from weft.data.rows import MAX_ERROR_CHARS
+from weft.data.rows import MAX_ERROR_CHARS, Row
 from weft.errors import DataError, Fault, first_line
 
 SCHEME = "hf:"
@@ -59,6 +59,15 @@ class HubDataset:
         """Size as the data set states it; 0 where it does not."""
         info = self._rows.info
         return int(info.dataset_size or info.download_size or 0)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, with their numbers from 0.
+
+        Raises:
+            DataError: the data set cannot be loaded.
+        """
+        for number, fields in enumerate(self._guarded(iter(self._rows))):
+            yield Row(fields=fields, where=f"{self} row {number}", at=0)
 
     def documents(self, options: ReadOptions) -> Iterator[TextChunk]:
         """The text of every row; rows without text are left out.

@@ -17,9 +17,10 @@ from weft.core.model_config import ModelConfig
 from weft.data.arrays import array_files
 from weft.data.chat_template import BUILT_IN, TOKENIZER_CONFIG
 from weft.data.chat_template import FILE as TEMPLATE_FILE
-from weft.data.files import KEY, find_files
+from weft.data.files import KEY
 from weft.data.images import find_pair
 from weft.data.prepared import META, SPLITS, prepared_of, sources_of
+from weft.data.streams import source_files
 from weft.data.tokenizer import BYTES, FILE, open_tokenizer
 from weft.data.tokens import VERIFIED_BYTES
 from weft.data.verify import block_checksums
@@ -133,7 +134,7 @@ def _files_of(source: str, model: ModelConfig) -> Iterator[Path]:
     elif model.kind == "images":
         yield from find_pair(Path(source).expanduser())
     else:
-        yield from find_files(source)
+        yield from source_files(source)
 
 
 def _identities(files: Iterable[Path]) -> Iterator[FileIdentity]:

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.data.documents import ReadOptions, TextChunk, read_documents
+from weft.data.documents import ReadOptions, TextChunk, documents_of_rows, read_documents
 from weft.data.files import KEY, find_files, is_token_file
 from weft.data.formats import format_of, read_as
+from weft.data.given_rows import GivenRows
 from weft.data.hub import SCHEME, HubDataset
-from weft.errors import DataError, Fault
+from weft.data.streams import RemoteFile, is_url, make_room, remote_files
+from weft.errors import DataError, Fault, counted
 
-Input = Path | HubDataset
+Input = Path | HubDataset | GivenRows | RemoteFile
 
 
 def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
@@ -23,8 +25,11 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
     """
     inputs: dict[Input, None] = {}
     for source in sources:
-        if source.startswith(SCHEME):
+        if source.startswith(SCHEME) and not is_url(source):
             inputs[HubDataset.parse(source)] = None
+            continue
+        if is_url(source):
+            inputs.update(dict.fromkeys(remote_files(source)))
             continue
         files = find_files(source)
         inputs.update(dict.fromkeys(files))
@@ -46,22 +51,39 @@ def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChun
     """The chunks of all inputs; `at` counts from the beginning of the first."""
     bytes_before = 0
     for source in inputs:
-        if isinstance(source, HubDataset):
-            chunks = source.documents(options)
-        else:
-            chunks = read_documents(source, options)
+        match source:
+            case HubDataset():
+                chunks = source.documents(options)
+            case GivenRows():
+                chunks = documents_of_rows(source.rows(), options)
+            case _:
+                chunks = read_documents(local_file(source), options)
         for chunk in chunks:
             at = bytes_before + chunk.at
             yield replace(chunk, at=at)
         bytes_before += num_bytes_of(source)
 
 
-def inputs_read_as(sources: Sequence[str]) -> str:
+def local_file(source: Path | RemoteFile) -> Path:
+    """The file itself; of a URL the one in the cache, in which older ones make room for it."""
+    if isinstance(source, Path):
+        return source
+    path = source.fetched()
+    make_room(keep=frozenset((path,)))
+    return path
+
+
+def inputs_read_as(sources: Sequence[str], inputs: Sequence[Input]) -> str:
     """What the sources are read as, and what is left out."""
+    given = [f"rows of {source}" for source in inputs if isinstance(source, GivenRows)]
+    if given:
+        return "; ".join(given)
     by_source = []
     for source in sources:
-        if source.startswith(SCHEME):
+        if source.startswith(SCHEME) and not is_url(source):
             by_source.append(f"rows of {source}")
+        elif is_url(source):
+            by_source.append(counted(len(remote_files(source)), "file"))
         else:
             by_source.append(read_as(source, map(format_of, find_files(source))))
     return "; ".join(by_source)
@@ -69,6 +91,4 @@ def inputs_read_as(sources: Sequence[str]) -> str:
 
 def num_bytes_of(source: Input) -> int:
     """Size of an input, for the progress."""
-    if isinstance(source, HubDataset):
-        return source.num_bytes
-    return source.stat().st_size
+    return source.stat().st_size if isinstance(source, Path) else source.num_bytes

@@ -12,12 +12,15 @@ Note [Order without a table]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
+Order = Literal["shuffled", "stored"]
+"""Of the samples in an epoch: see `epoch_order`."""
 
 NUM_ROUNDS = 8
 UNIFORM_KEY = 0x64726177
@@ -56,9 +59,13 @@ def batch_of_step(step: int, skipped: Sequence[int] = ()) -> int:
     return batch
 
 
-def epoch_order(places: Ints, num_samples: int, *, seed: int) -> Ints:
-    """Samples at these places of a run that goes through epoch after epoch, each in its own order."""
+def epoch_order(places: Ints, num_samples: int, *, seed: int, order: Order = "shuffled") -> Ints:
+    """Samples at these places of a run that goes through epoch after epoch, each in its own order, or
+    all in that of the samples.
+    """
     epochs, inside = np.divmod(places, num_samples)
+    if order == "stored":
+        return inside
     samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         key = hash_numbers(seed, int(epoch))

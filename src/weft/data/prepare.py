@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.documents import ReadOptions, SplitOn, TextChunk
 from weft.data.files import KEY
-from weft.data.hub import HubDataset
-from weft.data.inputs import Input, find_inputs, inputs_read_as, num_bytes_of, read_all
+from weft.data.given_rows import GivenRows, encoded_rows
+from weft.data.inputs import Input, find_inputs, inputs_read_as, local_file, num_bytes_of, read_all
 from weft.data.order import uniform_draws
 from weft.data.prepared import (
     FORMAT,
@@ -33,14 +33,15 @@ from weft.data.prepared import (
     RECORDS_FORMAT,
     SPLITS,
     TEXT,
+    TOKENS,
     PreparedMeta,
     Split,
     TokenDtype,
 )
-from weft.data.record_sources import check_record, encode_record, make_reader
-from weft.data.records import RecordReader
+from weft.data.record_sources import AUTO, EncodedRecord, check_record, encode_record, make_reader
+from weft.data.records import RecordReader, RenderedRecord
 from weft.data.round_trip import RoundTrip
-from weft.data.rows import FORMAT_KEY
+from weft.data.streams import RemoteFile
 from weft.data.token_writer import TokenWriter
 from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from weft.data.verify import block_checksums
@@ -70,8 +71,10 @@ class PrepareOptions:
             inputs.
         valid: share of the documents that are kept for validation, 0 to 1.
         seed: of the choice of those documents.
-        format: `text`, `auto`, or of fine-tuning records.
+        format: `text`, `auto`, or of fine-tuning records; `tokens`: rows of a script, whose ids are
+            below `vocab`.
         chat_template: a built-in template or a file; None: the tokenizer's own.
+        max_tokens: of training documents, after which nothing more is read; None: all.
     """
 
     inputs: tuple[str, ...]
@@ -81,12 +84,28 @@ class PrepareOptions:
     split_on: SplitOn = "file"
     valid: float = 0.01
     seed: int = 1
-    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = "text"
+    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference", "tokens"] = (
+        "text"
+    )
     chat_template: str | None = None
+    max_tokens: int | None = None
+
+    def is_enough(self, writer: TokenWriter) -> bool:
+        """Whether the training split has all tokens that are wanted."""
+        return self.max_tokens is not None and writer.num_tokens >= self.max_tokens
 
 
-def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress) -> PreparedMeta:
+def prepare(
+    options: PrepareOptions,
+    out: Path,
+    progress: Progress = no_progress,
+    *,
+    given: GivenRows | None = None,
+) -> PreparedMeta:
     """Write the folder `out`; returns its metadata.
+
+    Args:
+        given: rows that are read in place of the inputs of the options, which name them.
 
     Raises:
         DataError: an input that cannot be read, no text in any of them, or `out` exists.
@@ -101,7 +120,7 @@ def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress
                 fix="choose another --out",
             )
         )
-    inputs = find_inputs(options.inputs)
+    inputs = find_inputs(options.inputs) if given is None else (given,)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -143,11 +162,12 @@ def _write_folder(
 ) -> PreparedMeta:
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
     round_trip = RoundTrip(tokenizer)
-    dtype: TokenDtype = "uint16" if tokenizer.vocab <= UINT16_IDS else "uint32"
+    num_ids = max(tokenizer.vocab, options.vocab if options.format == TOKENS else 0)
+    dtype: TokenDtype = "uint16" if num_ids <= UINT16_IDS else "uint32"
     reader: RecordReader | None = None
     if options.format != TEXT:
         reader = make_reader(
-            options.format,
+            AUTO if options.format == TOKENS else options.format,
             options.chat_template,
             tokenizer,
             folder=_tokenizer_folder(options.tokenizer),
@@ -173,7 +193,7 @@ def _write_folder(
     record_format = None
     if reader is not None:
         _store_template(folder, reader)
-        record_format = reader.format
+        record_format = TOKENS if options.format == TOKENS else reader.format
     meta = PreparedMeta(
         format=FORMAT if reader is None else RECORDS_FORMAT,
         dtype=dtype,
@@ -189,11 +209,12 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
-        record_format=record_format or "text",
+        record_format=cast(Any, record_format or TEXT),  # AUTO is none of a reader
         num_shared=num_shared,
         num_changed=round_trip.num_different,
         first_changed=round_trip.first,
-        read_as=inputs_read_as(options.inputs) + (reader.unread if reader is not None else ""),
+        read_as=inputs_read_as(options.inputs, inputs)
+        + (reader.unread if reader is not None else ""),
         blocks=_all_block_checksums(folder),
     )
     text = meta.model_dump_json(indent=1)
@@ -245,23 +266,35 @@ def _encode_records(
     num_records = 0
     num_shared = 0
     for source in inputs:
-        if isinstance(source, HubDataset):
-            fix = "write the data set as JSONL or parquet files and name them"
-            raise DataError(
-                Fault(FORMAT_KEY, "hf: is read as text alone", got=str(source), fix=fix)
-            )
-        for record in reader.read(source):
-            encoded = encode_record(record, tokenizer)
+        for encoded in _encoded(source, reader, tokenizer, options=options):
             (is_kept,) = is_valid([num_records], share=options.valid, seed=options.seed)
             writer = writers["valid" if is_kept else "train"]
             for document in encoded.documents:
                 writer.add_masked(document.ids, document.mask)
                 num_shared += document.has_shared_token
-            check_record(round_trip, encoded, document=num_records)
+            if encoded.texts:
+                check_record(round_trip, encoded, document=num_records)
             num_records += 1
-            report(bytes_before + record.at)
+            report(bytes_before + encoded.at)
+            if options.is_enough(writers["train"]):
+                return num_shared
         bytes_before += num_bytes_of(source)
     return num_shared
+
+
+def _encoded(
+    source: Input, reader: RecordReader, tokenizer: Tokenizer, *, options: PrepareOptions
+) -> Iterator[EncodedRecord]:
+    """The records of an input."""
+    if options.format == TOKENS and isinstance(source, GivenRows):
+        return encoded_rows(source.rows(), vocab=options.vocab)
+    return (encode_record(record, tokenizer) for record in _records(source, reader))
+
+
+def _records(source: Input, reader: RecordReader) -> Iterator[RenderedRecord]:
+    if isinstance(source, (Path, RemoteFile)):
+        return reader.read(local_file(source))
+    return reader.read_rows(source.rows())
 
 
 def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -312,6 +345,8 @@ def _encode_text(
                 writer.add(end_tokens)
                 writer.end_document()
         report(batch[-1].at)
+        if options.is_enough(writers["train"]):
+            return
 
 
 def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
@@ -364,10 +399,9 @@ def _chunks_to_train_on(options: PrepareOptions, inputs: Sequence[Input]) -> Ite
         return
     reader = make_reader(options.format, options.chat_template, open_tokenizer(BYTES))
     for source in inputs:
-        if isinstance(source, Path):
-            for record in reader.read(source):
-                for text in record.texts:
-                    yield TextChunk(text.text, ends=True, at=record.at)
+        for record in _records(source, reader):
+            for text in record.texts:
+                yield TextChunk(text.text, ends=True, at=record.at)
 
 
 def _write_synced(file: Path, content: bytes) -> None:

@@ -36,6 +36,8 @@ FORMAT = 1
 RECORDS_FORMAT = 2
 """Of folders with masks, which a weft that does not know them must not train on."""
 TEXT = "text"
+TOKENS = "tokens"
+"""Record format of rows of ids, which a script has tokenized."""
 MAX_META_BYTES = 4 * MIB
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -84,7 +86,7 @@ class PreparedMeta(ConfigSection):
     valid: float
     seed: int
     splits: dict[str, SplitInfo]
-    record_format: Literal["text", "chat", "instruction", "prompt", "preference"] = "text"
+    record_format: Literal["text", "chat", "instruction", "prompt", "preference", "tokens"] = "text"
     num_shared: Annotated[int, Field(ge=0)] = 0
     """Texts in which a token is of prompt and answer."""
     num_changed: Annotated[int, Field(ge=0)] = 0

@@ -20,7 +20,7 @@ from weft.data.conversations import (
     MaskedTokens,
     encode_answers,
 )
-from weft.data.files import KEY, find_files
+from weft.data.files import KEY
 from weft.data.formats import format_of, guarded_read, read_as
 from weft.data.prepared import (
     PREPARE_AGAIN,
@@ -36,6 +36,7 @@ from weft.data.records import AnswerText, RecordFormat, RecordReader, RenderedRe
 from weft.data.round_trip import RoundTrip
 from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, detect_format
+from weft.data.streams import source_files
 from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_round_trip, check_vocab, split_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream
@@ -81,7 +82,7 @@ def packs_documents(data: DataConfig) -> bool:
 
 def _first_row_is_record(source: str, text_field: str) -> bool:
     """Whether the first row of the source's first file is anything but text."""
-    first = find_files(source)[0]
+    first = source_files(source)[0]
     if not holds_rows(first):
         return False
     names: list[str] = []
@@ -121,6 +122,7 @@ def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> 
         seq_len=data.seq_len,
         source=source,
         packing=cast(Literal["documents", "single"], packing),
+        order=data.order,
     )
     _check_longest(samples, data)
     return samples
@@ -258,7 +260,7 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
     check_vocab(tokenizer, vocab)
     reader = make_reader(data.format, data.chat_template, tokenizer)
     check_date(reader.template, source, data)
-    files = find_files(source)
+    files = source_files(source)
     ids: list[int] = []
     masks: list[NDArray[np.uint8]] = []
     lengths: list[int] = []

@@ -10,7 +10,7 @@ preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -101,10 +101,18 @@ class RecordReader:
             DataError: a file or record that cannot be read, with its line.
         """
         with guarded_read(file):
-            for row in self._rows(file):
-                fields = cast(dict[str, Any], _without_nulls(row.fields))
-                texts = tuple(self._texts(fields, row.where))
-                yield RenderedRecord(texts=texts, where=row.where, at=row.at)
+            yield from self.read_rows(self._rows(file))
+
+    def read_rows(self, rows: Iterable[Row]) -> Iterator[RenderedRecord]:
+        """The records of rows.
+
+        Raises:
+            DataError: a record that cannot be read.
+        """
+        for row in rows:
+            fields = cast(dict[str, Any], _without_nulls(row.fields))
+            texts = tuple(self._texts(fields, row.where))
+            yield RenderedRecord(texts=texts, where=row.where, at=row.at)
 
     def _rows(self, file: Path) -> Iterator[Row]:
         if not holds_rows(file):

@@ -6,6 +6,7 @@ import codecs
 import csv
 import json
 import re
+import tarfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -14,11 +15,11 @@ from weft.data.files import KEY
 from weft.data.formats import Kind, format_of, open_content
 from weft.data.rows import MAX_LINE_BYTES, Row, jsonl_rows, parquet_rows, parse_object
 from weft.errors import DataError, Fault
-from weft.small_files import capped_lines
+from weft.small_files import capped_lines, parse_json
 
 BLOCK_BYTES = 2**18
 DELIMITERS: dict[Kind, str] = {"csv": ",", "tsv": "\t"}
-ROW_KINDS: tuple[Kind, ...] = ("json_lines", "json_array", "csv", "tsv", "parquet")
+ROW_KINDS: tuple[Kind, ...] = ("json_lines", "json_array", "csv", "tsv", "parquet", "tar")
 NOT_SPACE = re.compile(r"\S")
 FIX = "repair or remove the row"
 
@@ -49,9 +50,65 @@ def file_rows(
         return jsonl_rows(file)
     if kind == "json_array":
         return array_rows(file)
+    if kind == "tar":
+        return tar_rows(file)
     if kind == "parquet":
         return parquet_rows(file, check=check, columns=columns)
     return delimited_rows(file, DELIMITERS[kind])
+
+
+def tar_rows(file: Path) -> Iterator[Row]:
+    """The samples of a tar in the way of WebDataset: consecutive files of one name up to its first dot
+    are a row. `KEY.json` holds fields, `KEY.txt` the field text, `KEY.NAME.txt` and `KEY.NAME.json`
+    the field NAME; others, such as images, are left out.
+
+    Raises:
+        DataError: a broken archive; a file that is too long, no JSON or no UTF-8.
+    """
+    with open_content(file) as source:
+        key, fields = "", dict[str, Any]()
+        try:
+            # a stream: members are read one after the other, and nothing is extracted
+            with tarfile.open(fileobj=source.content, mode="r|") as archive:
+                for member in archive:
+                    folder, _, name = member.name.rpartition("/")
+                    stem, _, suffix = name.partition(".")
+                    if not member.isfile() or not stem:
+                        continue
+                    own_key = f"{folder}/{stem}"
+                    if own_key != key and fields:
+                        yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
+                        fields = {}
+                    key = own_key
+                    fields |= _member_fields(archive, member, suffix, where=f"{file}:{member.name}")
+        except tarfile.TarError as error:
+            what = f"{file} is a broken tar"
+            fault = Fault(KEY, what, got=str(error), fix="fetch the file again")
+            raise DataError(fault) from None
+        if fields:
+            yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
+
+
+def _member_fields(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, *, where: str
+) -> dict[str, Any]:
+    """The fields that a file of a sample holds; none of a file that is neither text nor JSON."""
+    name, _, kind = suffix.lower().rpartition(".")
+    if kind not in ("json", "txt"):
+        return {}
+    if member.size > MAX_LINE_BYTES:
+        what, got = f"{where} is too long", f"{member.size:,} bytes"
+        raise DataError(Fault(KEY, what, got=got, need=f"at most {MAX_LINE_BYTES:,}", fix=FIX))
+    content = archive.extractfile(member)
+    assert content is not None, "the member is a file"
+    data = content.read()
+    if kind == "json" and not name:
+        return parse_object(data, where)
+    try:
+        return {name or "text": parse_json(data) if kind == "json" else data.decode()}
+    except ValueError as error:
+        what = f"{where} is no {'JSON' if kind == 'json' else 'UTF-8 text'}"
+        raise DataError(Fault(KEY, what, got=str(error), fix=FIX)) from None
 
 
 def delimited_rows(file: Path, delimiter: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from weft.core.input_spec import TARGETS
 from weft.data.images import LabelledImages
 from weft.data.mixture import MixtureSampler
-from weft.data.order import Ints, epoch_order, hash_numbers
+from weft.data.order import Ints, Order, epoch_order, hash_numbers
 from weft.data.packing import pack
 from weft.data.tokens import TokenStream, verified_part
 
@@ -99,6 +99,7 @@ class SequenceSamples:
     seq_len: int
     source: str
     packing: Literal["stream", "documents"] = "stream"
+    order: Order = "shuffled"
 
     @property
     def num_samples(self) -> int:
@@ -107,7 +108,7 @@ class SequenceSamples:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return epoch_order(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed, order=self.order)
 
     def read(self, samples: Ints) -> SampleArrays:
         """Sequences of tokens with their targets, flattened to one batch dimension."""
@@ -168,6 +169,7 @@ class ImageSamples:
 
     pairs: LabelledImages
     source: str
+    order: Order = "shuffled"
 
     @property
     def num_samples(self) -> int:
@@ -176,7 +178,7 @@ class ImageSamples:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return epoch_order(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed, order=self.order)
 
     def read(self, samples: Ints) -> SampleArrays:
         """Images with their classes, flattened to one batch dimension."""

@@ -11,7 +11,7 @@ import numpy as np
 from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
-from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_token_file
+from weft.data.files import KEY, TOKEN_SUFFIX, is_token_file
 from weft.data.formats import formats_of, read_as
 from weft.data.prepared import (
     PREPARE_AGAIN,
@@ -23,6 +23,7 @@ from weft.data.prepared import (
     prepared_of,
 )
 from weft.data.round_trip import RoundTrip, changed_texts
+from weft.data.streams import source_files
 from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_stream
 from weft.errors import DataError, Fault
@@ -48,7 +49,7 @@ def open_source(
     prepared = prepared_of(source)
     if prepared is not None:
         return _open_prepared_source(source, prepared, data, vocab=vocab, split=split)
-    files = find_files(source)
+    files = source_files(source)
     formats = formats_of(source, files)
     as_read = read_as(source, formats)
     if not is_token_file(files[0]):

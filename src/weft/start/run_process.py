@@ -20,7 +20,7 @@ from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER, UserErr
 from weft.start.auto_mesh import choose_before_ranks
 from weft.start.auto_recompute import choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
-from weft.start.given_values import model_name, stored_data
+from weft.start.given_values import model_name
 from weft.start.preflight import data_checks, environment_checks
 from weft.start.train_checked import train_checked
 from weft.train.event_log import EVENTS
@@ -37,14 +37,12 @@ class RunProcess:
         words: of the command line, and `values` of keys beside them.
         out: the run folder.
         own_model: a model that is a value; None: the config names the model.
-        tokens: that are given as an array; None: the config names the data.
     """
 
     words: Sequence[str]
     values: Mapping[str, Any]
     out: Path
     own_model: Any
-    tokens: Any
 
 
 def steps_of_process(process: RunProcess) -> Generator[Mapping[str, Any]]:
@@ -132,13 +130,11 @@ def _failure_of(path: Path, code: int, output: IO[bytes]) -> WeftError:
 
 
 def train_as_child() -> None:
-    """Entry point of the process of a run: reads its config, model and tokens, and trains."""
+    """Entry point of the process of a run: reads its config and model, and trains."""
     process, failure_path = cloudpickle.load(sys.stdin.buffer)
     if process.own_model is not None:
         model_name(process.own_model)
     values = {**process.values, "out": str(process.out)}
-    if process.tokens is not None:
-        values |= stored_data(process.tokens, process.out)
     try:
         run = load_checked_run(
             process.words,

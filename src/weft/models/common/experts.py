@@ -167,9 +167,7 @@ def _bias_of_tokens(x_NK: Tensor, bias_EM: Tensor, loads: ExpertLoads) -> Tensor
     return F.grouped_mm(one_NK, bias_EKM, offs=loads.ends)
 
 
-def _loop(
-    x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, bias_EM: Tensor | None
-) -> Tensor:
+def _loop(x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, bias_EM: Tensor | None) -> Tensor:
     """Expert after expert; those without tokens are skipped."""
     num_tokens = len(x_NK)
     # taken apart at once, as they lie in memory, so that the backward fills one tensor of that layout

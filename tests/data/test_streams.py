@@ -1,0 +1,230 @@
+"""Data behind URLs, by a web server of the test that breaks off, waits and rejects, and by file systems of fsspec; tars."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from weft.config.schema import DataConfig
+from weft.data import streams
+from weft.data.prepare import PrepareOptions, prepare
+from weft.data.row_files import tar_rows
+from weft.data.streams import CACHE_VARIABLE, GIB, RemoteFile, remote_files, source_files
+from weft.data.token_sources import open_source
+from weft.errors import DataError
+
+TEXT = b"".join(b"line %d of a text that is served in parts\n" % number for number in range(4000))
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves TEXT; breaks off after a third of what is asked for, as often as `num_breaks`."""
+
+    num_breaks: ClassVar[int] = 0
+    waits_s: ClassVar[float] = 0.0
+    continues: ClassVar[bool] = True
+    version: ClassVar[str] = '"1"'
+    content: ClassVar[bytes] = TEXT
+    requests: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        own = type(self)
+        asked = self.headers.get("Range", "")
+        own.requests.append(f"{self.path} {asked}".strip())
+        if "missing" in self.path:
+            self.send_error(404)
+            return
+        if "busy" in self.path:
+            self.send_error(503)
+            return
+        is_same = self.headers.get("If-Range", own.version) == own.version
+        start = int(asked[6:-1]) if asked and own.continues and is_same else 0
+        body = own.content[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", own.version)
+        self.end_headers()
+        if own.num_breaks:
+            own.num_breaks -= 1
+            self.wfile.write(body[: len(body) // 3])
+            return
+        for place in range(0, len(body), 2**14):
+            time.sleep(own.waits_s)
+            self.wfile.write(body[place : place + 2**14])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str, type[Server]]]:
+    """The URL of a server, and the class whose attributes say how it answers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(streams, "PAUSE_S", 0.001)
+    own = type("OwnServer", (Server,), {"requests": []})
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), own)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}", own
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def complaint(source: str) -> str:
+    with pytest.raises(DataError) as raised:
+        source_files(source)
+    assert len(str(raised.value).splitlines()) == 1
+    return str(raised.value)
+
+
+def test_a_download_continues_where_it_broke_off(server: tuple[str, type[Server]]) -> None:
+    url, own = server
+    own.num_breaks = 3
+    (file,) = source_files(f"{url}/text.txt")
+    assert file.read_bytes() == TEXT
+    third = len(TEXT) // 3
+    assert own.requests[:2] == ["/text.txt", f"/text.txt bytes={third}-"]
+    assert len(own.requests) == 4
+    assert source_files(f"{url}/text.txt") == (file,)
+    assert len(own.requests) == 4  # the second time the cache has it
+    stream = open_source(f"{url}/text.txt", DataConfig(), vocab=256)
+    assert bytes(stream.read(0, 30).tolist()) == TEXT[:30]
+
+
+def test_a_server_without_ranges_or_with_another_content_starts_again(
+    server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, own = server
+    own.num_breaks, own.continues = 1, False
+    assert source_files(f"{url}/whole.txt")[0].read_bytes() == TEXT
+    own.num_breaks, own.continues = 1, True
+    other = TEXT.upper()
+
+    def changed(self: Server) -> None:
+        Server.do_GET(self)
+        own.content, own.version = other, '"2"'
+
+    monkeypatch.setattr(own, "do_GET", changed)
+    assert source_files(f"{url}/changed.txt")[0].read_bytes() == other
+
+
+def test_a_slow_server_is_waited_for(server: tuple[str, type[Server]]) -> None:
+    url, own = server
+    own.waits_s = 0.01
+    assert source_files(f"{url}/slow.txt")[0].read_bytes() == TEXT
+
+
+def test_what_cannot_be_downloaded_is_one_line(server: tuple[str, type[Server]]) -> None:
+    url, own = server
+    assert "missing.txt cannot be downloaded (got HTTPError: HTTP Error 404" in complaint(
+        f"{url}/missing.txt"
+    )
+    assert len(own.requests) == 1
+    assert "5 times in a row" in complaint(f"{url}/busy.txt")
+    assert len(own.requests) == 6
+    assert "cannot be read" in complaint("nothing://bucket/file.txt")
+    assert "no file matches" in complaint("memory://nowhere/*.txt")
+    assert "FileNotFoundError" in complaint("memory://nowhere/file.txt")
+
+
+def test_numbers_in_braces_name_files(server: tuple[str, type[Server]]) -> None:
+    url, _ = server
+    names = [file.url for file in remote_files(f"{url}/part-{{08..10}}.txt")]
+    assert names == [f"{url}/part-{number}.txt" for number in ("08", "09", "10")]
+
+
+def test_the_cache_is_bounded(
+    server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is prepared is read file by file; what is trained on must fit."""
+    url, _ = server
+    monkeypatch.setenv(CACHE_VARIABLE, str(2.5 * len(TEXT) / GIB))
+    out = tmp_path / "prepared"
+    meta = prepare(PrepareOptions((f"{url}/part-{{1..4}}.txt",), valid=0.0), out)
+    assert (out / "train.bin").stat().st_size == 2 * 4 * len(TEXT)
+    assert meta.read_as == "4 files"
+    kept = list((tmp_path / "cache" / "weft" / "data").glob("*/*.txt"))
+    assert len(kept) == 2
+    assert RemoteFile(f"{url}/part-4.txt").path in kept
+    assert "is larger than the cache" in complaint(f"{url}/part-{{1..4}}.txt")
+
+
+def test_file_systems_of_fsspec_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import fsspec  # type: ignore[import-untyped]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    rows = [json.dumps({"text": f"row {number}"}) for number in range(3)]
+    for number, row in enumerate(rows):
+        memory.pipe_file(f"/texts/{number}.jsonl", row.encode())
+    for source in ("memory://texts/*.jsonl", "memory://texts"):
+        assert [file.read_text() for file in source_files(source)] == rows
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a text")
+    assert source_files(f"file://{folder}/a.txt")[0].read_text() == "a text"
+    memory.rm("/texts", recursive=True)
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_samples_of_a_tar_are_rows(tmp_path: Path, suffix: str) -> None:
+    members = {
+        "part/0001.txt": b"first",
+        "part/0001.json": b'{"url": "a"}',
+        "part/0001.jpg": b"\xff\xd8\xff",
+        "part/0002.TXT": "second é".encode(),
+        "part/0003.jpg": b"\xff\xd8\xff",
+        "part/0004.json": b'{"messages": []}',
+        "part/0005.title.txt": b"fifth",
+        "part/0005.score.json": b"5",
+    }
+    mode = "w:gz" if suffix else "w"
+    file = write_tar(tmp_path / f"shard.tar{suffix}", members, mode)
+    assert [dict(row.fields) for row in tar_rows(file)] == [
+        {"text": "first", "url": "a"},
+        {"text": "second é"},
+        {"messages": []},
+        {"title": "fifth", "score": 5},
+    ]
+    texts = write_tar(tmp_path / f"texts.tar{suffix}", dict(list(members.items())[:4]), mode)
+    stream = open_source(str(texts), DataConfig(), vocab=256)
+    assert bytes(stream.read(0, len(stream)).tolist()) == "firstsecond é".encode()
+    assert stream.document_bounds[:].tolist() == [0, 5, 14]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"1.txt": b"\xff"}, "1.txt is no UTF-8 text"),
+        ({"1.json": b"[1]"}, "is not a JSON object"),
+        ({"1.a.json": b"{"}, "1.a.json is no JSON"),
+    ],
+)
+def test_what_is_wrong_in_a_tar_is_named(
+    tmp_path: Path, members: dict[str, bytes], message: str
+) -> None:
+    file = write_tar(tmp_path / "shard.tar", members)
+    with pytest.raises(DataError, match=message):
+        list(tar_rows(file))
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(write_tar(tmp_path / "long.tar", {"1.txt": bytes(2000)}).read_bytes()[:1000])
+    with pytest.raises(DataError, match="broken tar"):
+        list(tar_rows(cut))
