@@ -21,6 +21,7 @@ from weft.models import FAMILIES
 from weft.small_files import parse_toml
 from weft.start.auto_mesh import ChooseMesh, not_taken
 from weft.start.environment import is_first
+from weft.start.epochs_as_steps import with_steps
 from weft.start.transformers_model import prepared
 
 
@@ -62,6 +63,8 @@ def load_checked_run(
         note = chosen.note
     if adapt is not None and not loaded.faults:
         run = adapt(run)
+    if not loaded.faults:
+        run = with_steps(run)
     faults = run_checks(run, config_checks, *tables, known=loaded.faults)
     if faults:
         raise UserError(*faults)
