@@ -62,14 +62,16 @@ class Result:
     Attributes:
         title: in tables and pictures.
         words: of `weft train`, of all runs.
-        runs: label -> further words; a run is compared with the one before it whose words do not
-            name a mesh.
+        runs: label -> further words.
+        compared: label -> the run with which it is compared; the others are on one device and are
+            compared with none.
         prepare: what is done before the first run.
     """
 
     title: str
     words: str
     runs: Mapping[str, str]
+    compared: Mapping[str, str]
     prepare: Callable[[], None] = field(default=lambda: None)
 
 
@@ -101,6 +103,7 @@ RESULTS: Mapping[str, Result] = {
             "one": "--batch.micro_size 12 --save.at_end True",
             "pp2": "--mesh pp2 --batch.micro_size 3",
         },
+        {"pp2": "one"},
     ),
     "speedrun": Result(
         "GPT-2 in small (12 layers, 12 heads): AdamW, and Muon as in the speed-runs",
@@ -114,6 +117,7 @@ RESULTS: Mapping[str, Result] = {
             "muon dp2 zero 1": "--optim.name muon --optim.options.adjust_lr_fn match_rms_adamw --optim.lr 4e-3"
             " --mesh dp2 --parallel.zero 1 --batch.micro_size 4",
         },
+        {"adamw pp2 dp2": "adamw one", "muon dp2 zero 1": "muon one"},
     ),
     "mnist": Result(
         "MNIST: the first 4,000 images of its test set, evaluated on the next 1,000",
@@ -121,10 +125,17 @@ RESULTS: Mapping[str, Result] = {
         " --eval.every 50 --batch.global_size 64 --optim.lr 2e-3 --optim.decay cosine --steps 300 --save.at_end True",
         {
             "float32 one": "--batch.micro_size 64",
+            "float32 one of 16": "--batch.micro_size 16",
             "float32 dp4": "--mesh dp4 --batch.micro_size 16",
             "float64 one": f"{FLOAT64} --batch.micro_size 64",
             "float64 dp4": f"{FLOAT64} --mesh dp4 --batch.micro_size 16",
             "float64 pp2 tp2": f'{FLOAT64} --mesh "pp2 tp2" --batch.micro_size 16',
+        },
+        {
+            "float32 one of 16": "float32 one",
+            "float32 dp4": "float32 one of 16",
+            "float64 dp4": "float64 one",
+            "float64 pp2 tp2": "float64 one",
         },
     ),
     "dpo": Result(
@@ -133,6 +144,7 @@ RESULTS: Mapping[str, Result] = {
         f" --eval.source {PAIRS}/valid.jsonl --loss dpo --data.seq_len 160 --eval.every 10 --batch.global_size 16"
         " --optim.lr 3e-4 --optim.warmup 5 --optim.decay cosine --steps 40",
         {"one": "--batch.micro_size 16", "tp2": "--mesh tp2 --batch.micro_size 8"},
+        {"tp2": "one"},
         write_pairs,
     ),
 }
@@ -144,10 +156,15 @@ def weft(*words: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def folder_of(name: str, label: str) -> Path:
+    """The folder of a run."""
+    return RUNS / name / label.replace(" ", "-")
+
+
 def train(name: str, label: str) -> Path:
     """Train one run anew; its folder."""
     result = RESULTS[name]
-    folder = RUNS / name / label.replace(" ", "-")
+    folder = folder_of(name, label)
     shutil.rmtree(folder, ignore_errors=True)
     weft(
         "train", *shlex.split(f"{COMMON} {result.words} {result.runs[label]}"), "--out", str(folder)
@@ -160,12 +177,11 @@ def figures(name: str) -> dict[str, Any]:
     result = RESULTS[name]
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
-    reference = ""
     for label, words in result.runs.items():
-        folder = RUNS / name / label.replace(" ", "-")
+        folder = folder_of(name, label)
         run = RunRecord.read(folder)
         losses[label] = run.columns["loss"].tolist()
-        reference = reference if "--mesh" in words else label
+        reference = result.compared.get(label, label)
         apart = differences(losses[label], losses[reference])
         rows.append(
             {
@@ -225,7 +241,7 @@ def write(name: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     text = json.dumps(figures(name), separators=(",", ":"))
     (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    folders = [RUNS / name / label.replace(" ", "-") for label in RESULTS[name].runs]
+    folders = [folder_of(name, label) for label in RESULTS[name].runs]
     page = report_page([RunRecord.read(folder) for folder in folders])
     (FOLDER / f"{name}.html").write_text(page.replace(f"{Path.cwd()}/", ""), encoding="utf-8")
 

@@ -27,8 +27,10 @@ HEADINGS = (
 
 
 def differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """The difference of each step's loss from that of another run, as a share of it."""
-    pairs = zip(losses, reference, strict=True)
+    """The difference of each step's loss from that of another run, as a share of it, up to the end of
+    the shorter one.
+    """
+    pairs = zip(losses, reference, strict=False)
     return [abs(loss - other) / abs(other) for loss, other in pairs]
 
 
@@ -60,11 +62,17 @@ def _cells(run: dict[str, Any]) -> Iterator[str]:
     yield f"{run['last_loss']:.6f}"
     yield f"{min(evaluated):.6f}"
     yield f"{evaluated[-1]:.6f}"
-    yield "" if is_reference else f"{run['largest_difference']:.1e} of `{run['compared_with']}`"
-    yield "" if is_reference else f"proved {' and '.join(dict.fromkeys(run['proof']))}"
+    yield "" if is_reference else _difference(run)
+    yield f"proved {' and '.join(dict.fromkeys(run['proof']))}" if run["ranks"] > 1 else ""
 
     if run["accuracy"] is not None:
         yield f"{run['accuracy']:.1%}"
+
+
+def _difference(run: dict[str, Any]) -> str:
+    if not run["largest_difference"]:
+        return f"0, bit for bit `{run['compared_with']}`"
+    return f"{run['largest_difference']:.1e} of `{run['compared_with']}`"
 
 
 def result_picture(result: dict[str, Any]) -> str:
@@ -82,7 +90,7 @@ def result_picture(result: dict[str, Any]) -> str:
         Chart("loss", "Loss, with evaluations as points", "nats", tuple(curves)),
         Chart(
             "difference",
-            "Difference from one device",
+            "Difference of the loss from one device",
             "log10 of its share of the loss",
             tuple(spread),
         ),

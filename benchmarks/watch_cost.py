@@ -1,6 +1,6 @@
 """What watching a run costs: blocks of ten steps with and without a part of it, in turns, in one run.
 
-    python -m benchmarks.watch_cost PART [MESH] [STEPS]
+    python -m benchmarks.watch_cost PART [MESH [STEPS [WORD ...]]]      further words are those of `weft train`
 
 PART is `off` (the tests for a recorder that each call and action makes where no step is profiled, against the same
 code without them), `on` (a profile of the steps), a tracker (`csv`, `tensorboard`, ...; a package that is not
@@ -159,7 +159,7 @@ def ratio_text(times: dict[str, list[float]]) -> str:
     return f"{1e3 * off:.2f} -> {1e3 * on:.2f} ms, ratio {statistics.median(ratios):.4f} over {len(ratios)} blocks"
 
 
-def measure(part: str, mesh: str = "pp2 dp2 tp2", steps: str = "204") -> None:
+def measure(part: str, mesh: str = "pp2 dp2 tp2", steps: str = "204", *words: str) -> None:
     """Train, and print the ratio of each rank."""
     InTurns.part = part
     weft.start.train_run.StepProfiler = InTurns  # type: ignore[misc]
@@ -175,7 +175,7 @@ def measure(part: str, mesh: str = "pp2 dp2 tp2", steps: str = "204") -> None:
             [
                 *("train", "--mesh", mesh, "--steps", steps, "--profile", "2:3", *track),
                 *("--prove.before", "never", "--save.at_end", "False", "--report", "False"),
-                *("--out", str(out)),
+                *("--out", str(out), *words),
             ]
         )
         assert code == 0

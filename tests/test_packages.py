@@ -99,3 +99,14 @@ def test_every_extra_that_is_named_exists() -> None:
     }
     assert named
     assert named <= {*project["optional-dependencies"]}
+
+
+def test_what_the_container_file_copies_and_installs_is_there() -> None:
+    root = Path(__file__).parents[1]
+    lines = (root / "Containerfile").read_text(encoding="utf-8").splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert [name for name in copied if not (root / name).exists()] == []
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", "\n".join(lines))
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert project["readme"] in copied

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from benchmarks import results_page
 from tests.docs import layout_picture, terminal_recording
 from tests.docs.social_card import social_card
 from weft.cli import main
@@ -40,6 +41,11 @@ def memory_picture() -> str:
     return memory_chart(fullest(fields["roles"]), limit_bytes=None) + "\n"
 
 
+def result_picture(name: str) -> str:
+    """The curves of a result, from its kept figures."""
+    return results_page.result_picture(results_page.read(name))
+
+
 def schedule_picture(name: str) -> str:
     """A schedule on four ranks."""
     return written_by("schedule", name, "--svg")
@@ -54,6 +60,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
         name: partial(schedule_picture, name)
         for name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dual_pipe_v")
     },
+    **{f"results-{name}": partial(result_picture, name) for name in results_page.names()},
 }
 """Name of an SVG file -> its text."""
 OF_RUNS: Mapping[str, Callable[[], str]] = {

@@ -63,6 +63,7 @@ MAX_SIZE = 2**31
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optim.name"
+STEPS, EPOCHS = "steps", "epochs"
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
 
@@ -165,6 +166,8 @@ def try_load(
             asked[key] = value
     if RESUME_CODE not in named:  # an answer to one resume, not to the later ones of its run
         asked.pop(RESUME_CODE, None)
+    if STEPS in named and EPOCHS not in named:
+        asked.pop(EPOCHS, None)
     rates = tuple(rate_faults(asked))
     contradicting = contradictions(sources.folder, asked)
     schedule = schedule_keys(asked, named)
@@ -201,6 +204,7 @@ def try_load(
         *undecodable(asked),
         *unexpanded(asked),
         *contradicting,
+        *_two_lengths(sources.file, named),
         *rates,
         *schedule.faults,
         *changed,
@@ -394,6 +398,15 @@ def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ..
         if not key.startswith(tuple(wrong)):
             valid[key] = value
     return of_run.model_validate(nest(valid), strict=True), faults
+
+
+def _two_lengths(*layers: Flat) -> Iterator[Fault]:
+    """The length of a run is said in steps or in epochs; of file and flags, the flags say it."""
+    for layer in layers:
+        if {STEPS, EPOCHS} <= layer.keys():
+            got = f"steps {layer[STEPS]} and epochs {layer[EPOCHS]}"
+            what, fix = "says the length of the run, and so does steps", "one of the two"
+            yield Fault(EPOCHS, what, got=got, fix=fix)
 
 
 def _mesh_faults(text: str) -> tuple[Fault, ...]:

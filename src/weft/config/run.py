@@ -50,6 +50,9 @@ class Run(ConfigSection):
         1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws"
     )
     steps: int = Field(200, ge=1, le=MAX_COUNT, description="optimizer steps to train")
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None, description="how often the data is read, in place of steps; None: as steps say"
+    )
     loss: Literal["cross_entropy", "dpo"] = Field(
         "cross_entropy", description="cross entropy of the targets, or dpo on preference pairs"
     )

@@ -24,6 +24,7 @@ from weft.small_files import parse_toml
 from weft.start.auto_mesh import ChooseMesh, not_taken
 from weft.start.auto_recompute import ChooseRecompute
 from weft.start.environment import is_first
+from weft.start.epochs_as_steps import with_steps
 from weft.start.transformers_model import prepared
 
 
@@ -67,6 +68,8 @@ def load_checked_run(
         notes.append(chosen.note)
     if adapt is not None and not loaded.faults:
         run = adapt(run)
+    if not loaded.faults:
+        run = with_steps(run)
     faults = run_checks(run, config_checks, *tables, known=loaded.faults)
     if faults:
         raise UserError(*faults)

@@ -99,9 +99,14 @@ class MeasuredAndPredicted:
     num_steps: int = 0
     rank_0_bytes: int = 0
 
-    def with_peak(self, event: Event) -> Event:
-        """The event; the `run` event with what MFU is a share of, where steps will have it."""
-        if event["event"] != "run" or self.utilization is None:
+    def with_machine(self, event: Event, *, ranks_per_host: int) -> Event:
+        """The event; the `run` event with the ranks of a machine, and what MFU is a share of, where
+        steps will have it.
+        """
+        if event["event"] != "run":
+            return event
+        event = {**event, "ranks_per_host": ranks_per_host}
+        if self.utilization is None:
             return event
         return {
             **event,

@@ -348,8 +348,11 @@ def train_rank(
         if world.rank == 0:
             comparison = _comparison(job, training, device)
             with_more = comparison.events
-            opening_events = tuple(map(comparison.with_peak, training.opening_events))
-            training = replace(training, opening_events=opening_events)
+            opening_events = (
+                comparison.with_machine(event, ranks_per_host=world.local_size)
+                for event in training.opening_events
+            )
+            training = replace(training, opening_events=tuple(opening_events))
             if device.type == "cuda":
                 note = slow_compute_note(job.config, cuda_name_of(device))
                 if note:
