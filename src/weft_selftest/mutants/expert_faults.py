@@ -43,10 +43,12 @@ def expert_gradients_times_degree(finish: Callable[..., None], reducer: Gradient
 
 
 def last_expert_without_gradient(finish: Callable[..., None], reducer: GradientReducer) -> None:
-    """The last expert of a rank gets no gradient."""
+    """The last expert of all gets no gradient."""
     finish(reducer)
+    comm = reducer.comm
+    is_last = comm.index(EP_AXIS) == comm.degree(EP_AXIS) - 1
     for name, param in reducer.sharded_params.items():
-        if ".experts." in name and param.grad is not None:
+        if ".experts." in name and param.grad is not None and is_last:
             param.grad[-1].zero_()
 
 
