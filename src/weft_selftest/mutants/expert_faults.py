@@ -157,7 +157,7 @@ MUTANTS = (
         "an expert stays as it was drawn",
         EP,
         (FunctionFault(FINISH, last_expert_without_gradient),),
-        axes=AXIS,
+        axes=("",),
         blocks=LAST_MIXTURE,
     ),
     Mutant(
