@@ -200,7 +200,7 @@ def even_expert_loads(recorder: Recorder):
     """
     num_slots = 0
     sort_by_expert = experts.sort_by_expert
-    has_values = experts._has_values
+    even_lengths = experts.ExpertLoads.lengths
     plain_tolist = FakeTensor.tolist
 
     def sort(experts_NK: Tensor, num_experts: int) -> experts.Sorting:
@@ -233,12 +233,14 @@ def even_expert_loads(recorder: Recorder):
     for module in users:
         module.sort_by_expert = sort
     FakeTensor.tolist = tolist
-    experts._has_values = lambda counts: not counts.is_meta  # on a GPU the host waits for them
+    experts.ExpertLoads.lengths = lambda loads, num_tokens: (
+        loads._lengths
+    )  # as where there are values
     try:
         yield
     finally:
         FakeTensor.tolist = plain_tolist
-        experts._has_values = has_values
+        experts.ExpertLoads.lengths = even_lengths
         for module in users:
             module.sort_by_expert = sort_by_expert
 

@@ -709,3 +709,22 @@ def test_every_product_is_a_function_that_the_mode_sees() -> None:
     assert products <= recorder.seen
     others = {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul}
     assert others <= recorder.seen & PRODUCTS
+
+
+def test_the_weight_gradients_of_a_grouped_product_are_left_for_later() -> None:
+    """Of `F.grouped_mm`, which calls another function of torch."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 8, 16, requires_grad=True)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    found = []
+    for split in (None, SplitBackward([weight])):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        with split or nullcontext():
+            y = F.grouped_mm(x, weight.mT, offs=ends)
+        y.backward(torch.ones(6, 8))
+        if split is not None:
+            assert weight.grad is None
+            split.backward_weights()
+        found.append([x.grad, weight.grad])
+        weight.grad = None
+    assert_close_or_none(*found)

@@ -34,7 +34,7 @@ def costs_text(costs: RunCosts) -> str:
         *_routing_lines(costs),
         *_traffic_lines(costs.roles),
         _flops_line(costs.roles),
-        *_wrapped(_attention_lines(costs.roles)),
+        *_wrapped(_kernel_lines(costs.roles)),
     ]
     if costs.prediction is not None:
         lines.extend(prediction_lines(costs.prediction))
@@ -47,11 +47,13 @@ def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
     return prediction_lines(predict_measured(roles, speeds))
 
 
-def _attention_lines(roles: Sequence[RoleCosts]) -> Iterator[str]:
-    """The kernels of attention over whole sequences, and why they are chosen."""
-    choices = dict.fromkeys(choice for role in roles for choice in role.step.attention)
-    if choices:
-        yield f"attention: {', '.join(choices)}"
+def _kernel_lines(roles: Sequence[RoleCosts]) -> Iterator[str]:
+    """The kernels of attention over whole sequences and of products of experts, and why they are chosen."""
+    attention = dict.fromkeys(choice for role in roles for choice in role.step.attention)
+    experts = dict.fromkeys(choice for role in roles for choice in role.step.experts)
+    for name, choices in (("attention", attention), ("experts", experts)):
+        if choices:
+            yield f"{name}: {', '.join(choices)}"
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:

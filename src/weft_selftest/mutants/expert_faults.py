@@ -26,6 +26,8 @@ from weft_selftest.mutants.tensor_faults import INIT, first_shard_of, partial_wi
 
 EP = MutantLayout("ep2", family="qwen3-moe")
 AXIS = (EP_AXIS,)
+FLOAT32 = " ".join(f"--precision.{name} float32" for name in ("params", "compute", "reduce"))
+"""In which products of experts are grouped on a CPU, as they are in bfloat16 on a GPU."""
 DISPATCH = "weft.parallel.expert.dispatch:ExpertParallelDispatch.forward"
 FINISH = "weft.parallel.zero.gradient_reducer:GradientReducer.finish"
 FIRST_MIXTURE = ("layer0",)
@@ -38,6 +40,24 @@ def expert_gradients_times_degree(finish: Callable[..., None], reducer: Gradient
     for name, param in reducer.sharded_params.items():
         if ".experts." in name and param.grad is not None:
             param.grad.mul_(reducer.comm.degree(EP_AXIS))
+
+
+def last_expert_without_gradient(finish: Callable[..., None], reducer: GradientReducer) -> None:
+    """The last expert of all gets no gradient."""
+    finish(reducer)
+    comm = reducer.comm
+    is_last = comm.index(EP_AXIS) == comm.degree(EP_AXIS) - 1
+    for name, param in reducer.sharded_params.items():
+        if ".experts." in name and param.grad is not None and is_last:
+            param.grad[-1].zero_()
+
+
+def loads_of_next_experts(
+    loads: Callable[..., Any], counts: Tensor, on_host: tuple[int, ...], planned: Any
+) -> Any:
+    """Tokens of an expert begin where those of the one before it do."""
+    first, *others = on_host
+    return loads(counts.roll(-1), (*others, first), planned)
 
 
 def experts_summed_over_ep(
@@ -123,6 +143,22 @@ MUTANTS = (
         (CollectiveFault("ExpertParallelDispatch.forward", "reverse", op="all_to_all"),),
         axes=AXIS,
         blocks=FIRST_MIXTURE,
+    ),
+    Mutant(
+        "tokens_of_experts_begin_at_those_of_another_expert",
+        "offsets of a grouped product are shifted by one expert",
+        MutantLayout("ep2", family="qwen3-moe", options=FLOAT32),
+        (FunctionFault("weft.parallel.expert.dispatch:ExpertLoads", loads_of_next_experts),),
+        axes=AXIS,
+        blocks=FIRST_MIXTURE,
+    ),
+    Mutant(
+        "the_gradient_of_an_expert_is_lost",
+        "an expert stays as it was drawn",
+        EP,
+        (FunctionFault(FINISH, last_expert_without_gradient),),
+        axes=("",),
+        blocks=LAST_MIXTURE,
     ),
     Mutant(
         "tokens_above_a_capacity_are_dropped",

@@ -150,11 +150,18 @@ def _baddbmm(args: Sequence[Any]) -> GemmSizes:
     return _bmm(args[1:])
 
 
+def _grouped_mm(args: Sequence[Any]) -> GemmSizes:
+    """Tokens x a matrix of each group, or sums over each group's tokens: as one product of all tokens."""
+    left, right = args[0], args[1]
+    return 1, left.shape[0], right.shape[-1], left.shape[1]
+
+
 GEMM_SIZES: dict[Any, Callable[[Sequence[Any]], GemmSizes]] = {
     aten.mm: _mm,
     aten.addmm: _addmm,
     aten.bmm: _bmm,
     aten.baddbmm: _baddbmm,
+    aten._grouped_mm: _grouped_mm,
 }
 
 

@@ -14,6 +14,7 @@ from weft.config.lora import adapter_flops
 from weft.config.run import Run, hardware_of, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.attention_choice import FLASH_CAPABILITY, AttentionDevice
+from weft.core.expert_choice import GROUPED_CAPABILITIES, ExpertDevice
 from weft.core.model_config import ModelConfig
 from weft.data.record_sources import packs_documents
 from weft.layout.plan import Plan
@@ -106,15 +107,25 @@ class MeasuredRun:
 
     @property
     def attention_device(self) -> AttentionDevice | None:
-        """The kind of device that attention is measured for: that of `hardware`, or of `device`;
-        None: a CPU.
-        """
-        hardware = hardware_of(self.run)
-        kind = self.run.device if hardware is None else hardware.device
-        if kind != "cuda":
+        """The kind of device that attention is measured for; None: a CPU."""
+        if not self._is_for_gpu:
             return None
         has_varlen = varlen_with_windows() is not None
         return AttentionDevice("cuda", FLASH_CAPABILITY, has_varlen=has_varlen)
+
+    @property
+    def expert_device(self) -> ExpertDevice:
+        """The kind of device that products of experts are measured for."""
+        if self._is_for_gpu:
+            return ExpertDevice("cuda", (GROUPED_CAPABILITIES[0], 0))
+        return ExpertDevice("cpu")
+
+    @property
+    def _is_for_gpu(self) -> bool:
+        """Whether the device of `hardware`, or else of `device`, is a GPU."""
+        hardware = hardware_of(self.run)
+        kind = self.run.device if hardware is None else hardware.device
+        return kind == "cuda"
 
     def block_kinds(self) -> Mapping[str, str]:
         """Name of a block -> name of the first block that equals it and recomputes the same; blocks

@@ -11,22 +11,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import SharedMetaTransport
 from weft.core.attention_choice import KernelChoice
 from weft.core.dimension import pipeline_axis, position_axes
+from weft.core.expert_choice import ExpertKernelChoice
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 from weft.models.common.batch import Batch, example_of, token_example
+from weft.models.common.experts import Dispatch, PlannedKernels
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
-from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
+from weft.parallel.expert.dispatch import (
+    ExpertLoad,
+    ExpertParallelDispatch,
+    MetaLoadedDispatch,
+    even_load,
+)
 from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
@@ -100,6 +107,7 @@ class RankStep:
         checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
         adapted: FLOPs of frozen weights and adapters.
         attention: kernels of attention over whole sequences, and why they are chosen.
+        experts: kernels of the products of experts, and why they are chosen.
     """
 
     plan: Plan
@@ -116,6 +124,7 @@ class RankStep:
     checkpoint_bytes: float = 0.0
     adapted: AdapterFlops = ALL_TRAINED
     attention: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
 
 def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
@@ -166,13 +175,29 @@ def measure_rank(
         attention.on_choice = kernels.setdefault
     for dispatch in dispatches(step):
         dispatch.meta_load = load
+    products: dict[ExpertKernelChoice, None] = {}
+    planned = PlannedKernels(run.expert_device, products.setdefault)
+    for module in modules_as_written(step):
+        if isinstance(module, (Dispatch, ExpertParallelDispatch)):
+            module.planned = planned
     row = plan.mesh.index(rank, pipeline_axis())
     chosen = played_microbatches(plan.table, row, fixed_order=run.config.fixed_order)
     played = thinned(plan.table, chosen)
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
     recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
-    return replace(recorded, adapted=run.adapted, attention=tuple(map(str, kernels)))
+    return replace(
+        recorded,
+        adapted=run.adapted,
+        attention=tuple(map(str, kernels)),
+        experts=tuple(map(str, products)),
+    )
+
+
+def modules_as_written(step: TrainStep) -> Iterator[nn.Module]:
+    """All modules of a step's blocks, without what wraps blocks."""
+    for block in step.model.blocks.values():
+        yield from block_as_written(block).modules()
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
