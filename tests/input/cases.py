@@ -677,6 +677,7 @@ def records() -> Iterator[Case]:
         ("train", "--eval.patience", "2"),
         "no evaluations to compare",
     )
+    yield Case("noise on images", ("train", "--model.name", "mnist", "--neftune", "5"), "neftune")
     yield Case("beta 0", ("train", "--dpo.beta", "0"), "dpo.beta: out of range")
     yield Case(
         "labels that are wrong as often as right",

@@ -38,7 +38,7 @@ NO_CODE = CodeIdentity()
 
 RESUME_KEYS = (
     *(KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
-    *("loss", "dpo"),
+    *("loss", "dpo", "neftune"),
 )
 """Keys and sections that `resume_faults` reads."""
 
@@ -49,6 +49,7 @@ SAME_KEYS = (
     "data.order",
     "precision.params",
     "loss",
+    "neftune",
     "lora.rank",
     "lora.alpha",
     "lora.targets",

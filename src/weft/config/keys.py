@@ -31,6 +31,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "gpus": ("mesh",),
     "world_size": ("mesh",),
     "simpo_gamma": ("dpo.gamma",),
+    "neftune_noise_alpha": ("neftune",),
+    "neftune_alpha": ("neftune",),
 }
 """Names of other programs -> keys with that meaning."""
 

@@ -53,6 +53,12 @@ class Run(ConfigSection):
     loss: Literal["cross_entropy", "dpo"] = Field(
         "cross_entropy", description="cross entropy of the targets, or dpo on preference pairs"
     )
+    neftune: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="alpha of NEFTune, noise on the embeddings of tokens in training; 0: none",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="where ranks compute; auto: a GPU for each rank, the CPU if there is no GPU",

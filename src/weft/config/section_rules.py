@@ -63,6 +63,13 @@ def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:
             )
 
 
+def noise_is_of_tokens(neftune: float, model: ModelConfig) -> Iterator[Fault]:
+    """Only embeddings of tokens have noise."""
+    if neftune and model.kind != "tokens":
+        what = f"is noise on the embeddings of tokens, and {model.family} reads {model.kind}"
+        yield Fault("neftune", what, got=f"{neftune:g}", need="0", fix="--neftune 0")
+
+
 def evaluations_exist(evaluation: EvalConfig, save: SaveConfig) -> Iterator[Fault]:
     """The best checkpoint and early stopping need evaluations."""
     for key, is_used in (("save.best", save.best), ("eval.patience", evaluation.patience > 0)):

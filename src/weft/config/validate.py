@@ -27,6 +27,7 @@ from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
     evaluations_exist,
     guard_factors_are_above_one,
+    noise_is_of_tokens,
     number_types_fit,
     preference_loss_fits,
     sequence_fits_model,
@@ -117,6 +118,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ),
         ),
         Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
+        Check(("neftune", "model"), partial(noise_is_of_tokens, run.neftune, model)),
         Check(("dpo",), partial(unused_keys.pair_loss_reads_keys, run.dpo)),
         Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),

@@ -177,7 +177,7 @@ class Subject:
             rows=rows,
             num_samples=max(HALF_BATCHES * run.batch.global_size // 2, 1),
         )
-        family = family_of(run.model, run.lora)
+        family = family_of(run.model, run.lora, neftune=run.neftune)
         last_of_several = steps if steps > 1 else None
         subject = Subject(run, family, samples, steps, first_unclipped=last_of_several)
         if run.model.kind != "tokens":
@@ -203,7 +203,7 @@ class Subject:
     @staticmethod
     def of_recorded(run: Run, *, steps: int) -> Subject:
         """The subject of a run as it was trained: its data is as it is."""
-        family = family_of(run.model, run.lora)
+        family = family_of(run.model, run.lora, neftune=run.neftune)
         return Subject(run, family, open_data(run.data, run.model), steps)
 
     # the same model and data in another run

@@ -81,8 +81,8 @@ def step_groups(run: Run) -> StepGroups:
 
 
 def loss_family(run: Run) -> Family:
-    """The family of a run's model, with its adapters and its loss."""
-    family = family_of(run.model, run.lora)
+    """The family of a run's model, with its adapters, its noise and its loss."""
+    family = family_of(run.model, run.lora, neftune=run.neftune)
     if run.loss == DPO:
         return with_preference_loss(family, run.dpo)
     return family

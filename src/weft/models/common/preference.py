@@ -80,9 +80,8 @@ class PreferenceLoss(Loss):
             raise ValueError("the loss of preference pairs needs pairs")
         counts = batch.targets != IGNORE
         gains_BS = torch.where(counts, self._gains(losses_BS, batch), 0.0)
-        whole = batch.whole_documents
-        if whole is None:
-            whole = batch.documents
+        whole = batch.documents_of_sequences
+        assert whole is not None, "pairs are documents"
         most_pairs = whole.shape[1] // 2 + 1
         dtype = losses_BS.dtype
         by_token = torch.stack((gains_BS, counts.to(dtype), batch.pairs.to(dtype)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.core.attention_mask import ALL_FEATURES, Feature
 from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
+from weft.models.common.embedding_noise import plus_noise
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import adapter_input
 from weft.parallel.autograd.tree import map_leaves
@@ -84,7 +85,7 @@ class TracedEmbedding(nn.Module):
         weight = self.embedding.weight
         num_features = weight.shape[1]
         x_shape = (*tokens.shape, num_features)
-        return self.trace.leave(x_shape, weight)
+        return plus_noise(self.embedding, self.trace.leave(x_shape, weight))
 
 
 class TracedLoss(nn.Module):
