@@ -61,6 +61,10 @@ continue.
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
 
+LABELS = "labels"
+WITHOUT_LABELS: Mapping[str, Any] = {LABELS: 0}
+"""Of checkpoints of earlier versions, which have no such field."""
+
 DPO_DEFAULTS = {f"dpo.{name}": value for name, value in DpoConfig().model_dump().items()}
 """Further ones of runs on preference pairs, with the values of checkpoints of earlier versions, which
 hold `beta` alone.
@@ -303,7 +307,7 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
     if family != facts.family:
         raise CheckpointError(_other_model(path, "family", facts.family, family))
     current = {name: _json_value(value) for name, value in architecture.items()}
-    stored = facts.architecture
+    stored = {**WITHOUT_LABELS, **facts.architecture} if LABELS in current else facts.architecture
     names = dict.fromkeys((*stored, *current))
     faults = [
         _other_model(path, name, stored.get(name), current.get(name))

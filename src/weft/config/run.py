@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.schema import (
     MAX_COUNT,
+    SCORED,
     AlertConfig,
     BatchConfig,
     ConfigSection,
@@ -19,6 +20,7 @@ from weft.config.schema import (
     GuardConfig,
     LogConfig,
     LoraConfig,
+    LossName,
     ModelSection,
     OptimConfig,
     ParallelConfig,
@@ -50,8 +52,9 @@ class Run(ConfigSection):
         1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws"
     )
     steps: int = Field(200, ge=1, le=MAX_COUNT, description="optimizer steps to train")
-    loss: Literal["cross_entropy", "dpo"] = Field(
-        "cross_entropy", description="cross entropy of the targets, or dpo on preference pairs"
+    loss: LossName = Field(
+        "cross_entropy",
+        description="cross entropy of the targets; dpo, reward on preference pairs; classify labelled texts",
     )
     neftune: float = Field(
         0.0,
@@ -222,6 +225,8 @@ def has_chunked_losses(run: Run) -> bool:
     """Whether heads compute losses chunk by chunk. Under `auto`: where the logits of the tokens that
     a rank has of a micro-batch are large, and larger than the gradient of the head's weight.
     """
+    if run.loss in SCORED:  # their heads have no vocabulary
+        return False
     logits = run.parallel.logits
     if logits != "auto":
         return logits == "chunked"

@@ -34,6 +34,9 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
             need="0",
             fix="--sample 0",
         )
+    elif sample and getattr(model, "labels", 0):
+        what = "a model with labels scores texts and generates none"
+        yield Fault("sample", what, got=str(sample), need="0", fix="--sample 0")
 
 
 OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "round_trip", "long")
@@ -89,6 +92,9 @@ def switched_off(
         leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
     """
     yield from pairs_are_compared(loss, dpo)
+    if loss != "classify":
+        what = f"is set, and loss is {loss!r}"
+        yield from set_keys(data, "data", ("classes",), what, fix="--loss classify")
     yield from evaluation_is_on(evaluation)
     yield from adapters_are_on(lora)
     yield from guards_continue(guard)

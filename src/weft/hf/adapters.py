@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
 from weft.checkpoint.read import Source
+from weft.config.hf.mapping import SCORE
 from weft.config.lora import LORA_A, LORA_B, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
@@ -139,6 +140,8 @@ def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> di
         a, b = combined_factors(target, source)
         found[f"{target.prefix}.lora_A.weight"] = a
         found[f"{target.prefix}.lora_B.weight"] = b
+    if SCORE.param in source.shapes:  # trained as a whole
+        found[f"base_model.model.{SCORE.tensor}"] = _read_whole(source, SCORE.param)
     return found
 
 

@@ -23,6 +23,7 @@ from weft.config.lora import LORA_A, LORA_B, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.models import Family, builders_of
+from weft.models.common.layers import ScoreHead
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.moe import Router
 
@@ -204,8 +205,12 @@ class AdaptedFamily:
         return block
 
     def _adapt(self, name: str, block: nn.Module, paths: Sequence[str]) -> None:
-        """Freeze a block and give the linears at these paths adapters."""
+        """Freeze a block and give the linears at these paths adapters; a head for labels, which the
+        base need not have, is trained as a whole.
+        """
         freeze(block)
+        if isinstance(block, ScoreHead):
+            block.score.requires_grad_(True)
         for path in paths:
             linear = block.get_submodule(path)
             assert isinstance(linear, nn.Linear), (

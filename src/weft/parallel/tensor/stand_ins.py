@@ -15,6 +15,7 @@ from weft.models.common.batch import Batch
 from weft.models.common.embedding_noise import plus_noise
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import adapter_input
+from weft.models.common.preference import PreferenceLoss
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
@@ -101,7 +102,11 @@ class TracedLoss(nn.Module):
         trace = self.trace
         dims = trace.value(logits).dims
         has_sharded_vocab = bool(dims) and is_sharded(dims[-1])
-        if not has_sharded_vocab:
+        if isinstance(self.loss, PreferenceLoss) and batch.pairs is None:
+            # the example has no pairs: a loss of whole scores has a scalar that no rank shares
+            if not has_sharded_vocab:
+                return trace.set(logits.new_empty(()), Value((), activation=True))
+        elif not has_sharded_vocab:
             out: Tensor = self.loss(logits, batch)
             return out
         losses = trace.findings.sharded_losses
