@@ -53,6 +53,7 @@ SAME_KEYS = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "lora.dora",
 )
 """Config keys that must be unchanged. With another seed or batch size the data order would not
 continue.

@@ -33,6 +33,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "simpo_gamma": ("dpo.gamma",),
     "neftune_noise_alpha": ("neftune",),
     "neftune_alpha": ("neftune",),
+    "use_dora": ("lora.dora",),
 }
 """Names of other programs -> keys with that meaning."""
 

@@ -437,6 +437,9 @@ class LoraConfig(ConfigSection):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that an entry of an adapter's input is dropped"
     )
+    dora: bool = Field(
+        False, description="DoRA: a trained magnitude for each output of an adapted linear"
+    )
     base: str | None = Field(
         None,
         description="run or checkpoint whose parameters are frozen; None: model.from_hf, or random initial values",

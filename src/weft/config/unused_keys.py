@@ -122,7 +122,7 @@ def adapters_are_on(lora: LoraConfig) -> Iterator[Fault]:
     """The scale of adapters is read only where there are some."""
     if not lora.rank:
         what = "is set, and lora.rank is 0 (no adapters)"
-        yield from set_keys(lora, "lora", ("alpha",), what, fix="--lora.rank 8")
+        yield from set_keys(lora, "lora", ("alpha", "dora"), what, fix="--lora.rank 8")
 
 
 def guards_continue(guard: GuardConfig) -> Iterator[Fault]:

@@ -115,7 +115,7 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
         "lora_dropout": lora.dropout,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": lora.dora,
         "init_lora_weights": True,
         "modules_to_save": [SCORE.tensor.removesuffix(WEIGHT)] if is_scored else None,
         "inference_mode": True,

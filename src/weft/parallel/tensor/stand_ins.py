@@ -14,7 +14,7 @@ from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.models.common.embedding_noise import plus_noise
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
-from weft.models.common.lora import adapter_input
+from weft.models.common.lora import MAGNITUDE, adapter_input, magnitude_of
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
@@ -50,12 +50,15 @@ class TracedRow(nn.Module):
         if in_features != local_in_features:
             raise self._wrong_length(in_features)
         for name, param in self.linear.named_parameters():
-            if name != "bias":
+            if name not in ("bias", f"{MAGNITUDE}.weight"):  # they come after the sum
                 value = trace.value(param)
                 trace.use(value.params, partial=True)
         adapter_input(self.linear, x)
         y_shape = (*outer_shape, out_features)
         y = trace.leave(y_shape, x)
+        magnitude = magnitude_of(self.linear)
+        if magnitude is not None:
+            y = y * magnitude.weight
         bias: Tensor | None = self.linear.bias
         if bias is None:
             return y
