@@ -150,6 +150,9 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
         for number in range(8)
     ]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    words = ("negative", "positive")
+    reviews = [{"text": f"a {words[n % 2]} film, {n}", "label": words[n % 2]} for n in range(8)]
+    write_jsonl(tmp_path / "reviews.jsonl", reviews)
     (tmp_path / "questions.txt").write_text("hello\n/save talk.jsonl\n", encoding="utf-8")
     (tmp_path / "main.py").write_text("def main():\n    print(1)\n", encoding="utf-8")
     return tmp_path

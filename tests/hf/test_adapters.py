@@ -16,7 +16,7 @@ from tests.one_device import plain_model
 from tests.small_models import HF_FAMILIES, small_fields
 from weft.checkpoint.format import Facts
 from weft.config.hf.write_config import config_json
-from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
+from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
@@ -32,6 +32,7 @@ from weft.models.common.init import named_parameters
 from weft.models.common.lora import adapted
 
 LORA = LoraConfig(rank=2, alpha=6.0)
+DORA = LoraConfig(rank=2, alpha=6.0, dora=True)
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 2, "dim": 16, "heads": 2, "ffn": 24, "vocab": 31, "max_seq_len": 16},
     "llama3": {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 31},
@@ -150,6 +151,32 @@ def test_bits_do_not_depend_on_the_box() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "deepseek"])
+def test_the_merged_model_with_magnitudes_is_the_one_with_adapters(name: str) -> None:
+    """Rows of the norms |W| + d, in every box, also of some columns alone."""
+    blocks, source = trained(name, DORA)
+    cfg = config_of(name)
+    whole = merge_adapters(source, DORA)
+    plain_blocks = plain_model(FAMILIES[name], cfg, seed=0, dtype=torch.float64)
+    params = named_parameters(plain_blocks)
+    assert set(whole.shapes) == set(params) - set(FAMILIES[name].ties(cfg))
+    linears = set(adapted_linears((), cfg.linears()))
+    with torch.no_grad():
+        for each, shape in whole.shapes.items():
+            value = whole.read(each, Box.whole(shape))
+            params[each].copy_(value)
+            linear = each.removesuffix(".weight")
+            if linear not in linears or linear == each:
+                continue
+            norms = torch.linalg.vector_norm(source.tensors[each], dim=1)
+            right = (norms + source.tensors[linear + LORA_M]).abs()
+            near(torch.linalg.vector_norm(value, dim=1), right, 1e-12)
+            box = Box(lo=(1, 2), hi=(shape[0] - 1, shape[1] - 3))
+            assert torch.equal(whole.read(each, box), value[box.slices])
+    ours = logits_of(plain_blocks, tokens_of())
+    near(ours, logits_of(blocks, tokens_of()), 1e-12)
+
+
 def test_merging_computes_wide_and_rounds_once() -> None:
     _, source = trained("llama3", LORA)
     low = Memory(
@@ -253,6 +280,24 @@ SOME = {
 def test_peft_computes_the_same_with_the_adapters(
     name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
+    peft_computes_the_same(name, LoraConfig(rank=2, alpha=6.0, targets=targets), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_peft_computes_the_same_with_magnitudes(name: str, tmp_path: Path) -> None:
+    peft_computes_the_same(name, DORA, tmp_path)
+
+
+def test_magnitudes_of_some_parts_of_a_matrix_are_not_written(tmp_path: Path) -> None:
+    """PEFT has one vector for q, k and v of GPT-2."""
+    lora = DORA.model_copy(update={"targets": ("attn.q",)})
+    _, source = trained("gpt2", lora)
+    with pytest.raises(CheckpointError, match=r"c_attn holds 3 linears, and 1 have magnitudes"):
+        write_adapters(tmp_path / "a", source, cfg=config_of("gpt2"), lora=lora, base=None)
+
+
+def peft_computes_the_same(name: str, lora: LoraConfig, tmp_path: Path) -> None:
     """The base goes to transformers, the adapters to PEFT; 1e-5 is float32 in two orders of
     summation.
 
@@ -261,7 +306,6 @@ def test_peft_computes_the_same_with_the_adapters(
     """
     peft = pytest.importorskip("peft", reason="the oracle is PEFT (extra `oracle`)")
     transformers = pytest.importorskip("transformers")
-    lora = LoraConfig(rank=2, alpha=6.0, targets=targets)
     blocks, source = trained(name, lora, dtype=torch.float32)
     cfg = config_of(name)
     write_base(tmp_path / "base", cfg, source)

@@ -677,6 +677,23 @@ def records() -> Iterator[Case]:
         ("train", "--eval.patience", "2"),
         "no evaluations to compare",
     )
+    yield Case(
+        "classes without names", ("train", "--loss", "classify"), "data.classes: names", faults=2
+    )
+    yield Case("labels without a loss", ("train", "--model.labels", "2"), "--loss classify")
+    yield Case(
+        "rewards of a family without a head for them",
+        ("train", "--loss", "reward", "--model.name", "deepseek", "--data.format", "reward"),
+        "deepseek has no head for that",
+        faults=2,
+    )
+    yield Case(
+        "rewards of parts of sequences",
+        ("train", "--loss", "reward", "--mesh", "tp2", "--parallel.sequence", "True"),
+        "cp shards sequences",
+        faults=2,
+    )
+    yield Case("noise on images", ("train", "--model.name", "mnist", "--neftune", "5"), "neftune")
     yield Case("beta 0", ("train", "--dpo.beta", "0"), "dpo.beta: out of range")
     yield Case(
         "labels that are wrong as often as right",

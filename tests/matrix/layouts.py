@@ -85,7 +85,8 @@ TransportName = Literal["threads", "processes"]
 @dataclass(frozen=True)
 class Case:
     """One layout of one model; `layers` 0: as many as the model has by itself; `split`: layers of
-    every stage as words; `dropout`: of the model where it has one, else of adapters.
+    every stage as words; `dropout`: of the model where it has one, else of adapters; `neftune`: its
+    alpha.
     """
 
     mesh: str
@@ -106,6 +107,7 @@ class Case:
     layers: int = 0
     split: str = ""
     dropout: float = 0.0
+    neftune: float = 0.0
 
     def __str__(self) -> str:
         options = {
@@ -119,6 +121,7 @@ class Case:
             f"l{self.layers}": self.layers > 0,
             f"b{self.bucket_bytes}": self.bucket_bytes != 4096,
             f"drop{self.dropout}": self.dropout > 0,
+            f"noise{self.neftune:g}": self.neftune > 0,
             f"split_{self.split.replace(' ', '_')}": self.split != "",
         }
         words = [self.family]
@@ -172,6 +175,7 @@ class Case:
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
                 "optim": OptimConfig(lr=LR, warmup=0, clip=self.clip),
                 "seed": SEED,
+                "neftune": self.neftune,
                 "lora": self.lora,
                 "parallel": ParallelConfig(
                     sequence=self.sequence,
@@ -283,7 +287,8 @@ def subject_of(
     run = case.run.with_values({"steps": num_steps, **(values or {})})
     samples = GivenSamples(batches(case)[:num_steps])
     limits = SizeLimits(bucket_bytes=case.bucket_bytes)
-    return Subject(run, family_of(run.model, run.lora), samples, num_steps, limits=limits)
+    family = family_of(run.model, run.lora, neftune=run.neftune)
+    return Subject(run, family, samples, num_steps, limits=limits)
 
 
 @lru_cache(maxsize=16)
@@ -310,6 +315,7 @@ def on_one_device(case: Case) -> Case:
         clip=case.clip,
         layers=case.layers,
         dropout=case.dropout,
+        neftune=case.neftune,
     )
 
 

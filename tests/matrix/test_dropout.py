@@ -1,4 +1,4 @@
-"""Dropout under every dimension == one device: the same entries are dropped, in float64 within 1e-9."""
+"""Dropout and noise on embeddings under every dimension == one device: the same random numbers, in float64 within 1e-9."""
 
 from __future__ import annotations
 
@@ -50,6 +50,22 @@ def cases() -> Iterator[Case]:
 
 @pytest.mark.parametrize("case", sampled(cases()), ids=str)
 def test_drop_out_is_that_of_one_device(case: Case, check: Check) -> None:
+    check(case)
+
+
+NOISY = (
+    Case("dp2", documents=True),
+    Case("tp2", sequence=True),
+    Case("tp2", family="gemma3", documents=True),
+    Case("cp2", context="allgather", documents=True),
+    Case("cp2 tp2", family="gpt2", dropout=0.2, sequence=True, documents=True, context="allgather"),
+    Case("pp2", schedule="zero_bubble", recompute="full"),
+    Case("dp2", microbatches=1, micro_size=4, zero=3),
+)
+
+
+@pytest.mark.parametrize("case", [shallow(replace(case, neftune=5.0)) for case in NOISY], ids=str)
+def test_noise_on_embeddings_is_that_of_one_device(case: Case, check: Check) -> None:
     check(case)
 
 

@@ -89,6 +89,11 @@ def run_of(folder, out, name, words=""):
 
 def trained(run):
     """The losses of a run's steps."""
+    return [(event["loss"], event["tokens"]) for event in events_of(run, "step")]
+
+
+def events_of(run, kind):
+    """The events of one kind of a run, on rank 0."""
     os.makedirs(run.out, exist_ok=True)
 
     def rank(comm: Comm):
@@ -97,8 +102,7 @@ def trained(run):
             events = []
             log.emit = events.append
             run_training(training, log)
-        steps = [event for event in events if event["event"] == "step"]
-        return [(event["loss"], event["tokens"]) for event in steps]
+        return [event for event in events if event["event"] == kind]
 
     return run_ranks(run.device_mesh, rank, timeout_s=200)[0]
 

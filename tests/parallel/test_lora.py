@@ -31,13 +31,13 @@ from tests.parallel.test_traffic import sent_by_axis
 from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
-from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
+from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.errors import PlanError
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
 from weft.models.common.init import named_parameters
-from weft.models.common.lora import AdaptedFamily, LoraFactor, adapted
+from weft.models.common.lora import AdaptedFamily, LoraFactor, LoraLinear, adapted
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.prove.bounds import Bounds
 from weft.prove.subject import Subject
@@ -54,7 +54,7 @@ def shaken(monkeypatch: pytest.MonkeyPatch) -> None:
     the first step on.
     """
     right = AdaptedFamily.init
-    rule = {f"*{LORA_B}": ("normal", 0.3)}
+    rule = {f"*{LORA_B}": ("normal", 0.3), f"*{LORA_M}": ("normal", 0.3)}
     monkeypatch.setattr(AdaptedFamily, "init", lambda self, cfg: {**right(self, cfg), **rule})
 
 
@@ -132,6 +132,60 @@ def test_more_layouts_compute_what_one_device_computes(case: Case) -> None:
 @pytest.mark.parametrize("case", sampled(LAYOUTS), ids=str)
 def test_layout_computes_what_one_device_computes(case: Case) -> None:
     check(case)
+
+
+DORA = LoraConfig(rank=3, alpha=5.0, dora=True)
+DORA_LAYOUTS = (
+    Case("tp2", family="gpt2", sequence=True, recompute="selective", **TINY),
+    Case("pp2 dp2 tp2", sequence=True, zero=1, grouped=True, **TINY),
+    Case("dp2 tp2", zero=3, **TINY),
+    Case("pp2", schedule="zero_bubble", **TINY),
+    Case("cp2 tp2", family="qwen2", **TINY),
+    Case("ep2", family="deepseek", **TINY),
+)
+
+
+@pytest.mark.parametrize("case", DORA_LAYOUTS, ids=str)
+def test_magnitudes_are_those_of_one_device(case: Case) -> None:
+    check(case, DORA)
+
+
+def test_one_device_with_magnitudes_equals_autograd_through_the_normed_sum() -> None:
+    """y = (|W| + d) (W + s B A) x / |W + s B A| + b, the norm a constant, by rows, in plain torch."""
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 5, dtype=torch.float64)
+    adapted_linear = LoraLinear.from_linear(linear, DORA).double()
+    with torch.no_grad():
+        for part in (adapted_linear.lora_a, adapted_linear.lora_b, adapted_linear.lora_magnitude):
+            part.weight.copy_(torch.randn(part.weight.shape, dtype=torch.float64))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    adapted_linear(x).square().sum().backward()
+    a, b, d = (
+        part.weight.detach().clone().requires_grad_()
+        for part in (adapted_linear.lora_a, adapted_linear.lora_b, adapted_linear.lora_magnitude)
+    )
+    total = linear.weight.detach() + 5 / 3 * b @ a
+    norm = torch.linalg.vector_norm(total, dim=1, keepdim=True).detach()
+    m = torch.linalg.vector_norm(linear.weight.detach(), dim=1, keepdim=True) + d[:, None]
+    y = x @ (m * total / norm).T + linear.bias.detach()
+    torch.testing.assert_close(adapted_linear(x), y, rtol=1e-12, atol=1e-12)
+    y.square().sum().backward()
+    parts = (adapted_linear.lora_a, adapted_linear.lora_b, adapted_linear.lora_magnitude)
+    for right, part in zip((a, b, d), parts, strict=True):
+        torch.testing.assert_close(part.weight.grad, right.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_magnitudes_start_as_the_base_bit_for_bit(dtype: torch.dtype) -> None:
+    linear = nn.Linear(48, 32, dtype=dtype)
+    adapted_linear = LoraLinear.from_linear(linear, DORA).to(dtype)
+    with torch.no_grad():
+        adapted_linear.lora_a.weight.normal_()
+        adapted_linear.lora_b.weight.zero_()
+        adapted_linear.lora_magnitude.weight.zero_()
+    x = torch.randn(4, 48, dtype=dtype)
+    product = torch.nn.functional.linear(x, linear.weight)
+    assert torch.equal(adapted_linear(x), product + linear.bias)
 
 
 @pytest.mark.slow

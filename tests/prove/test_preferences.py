@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.prove.faults import FLOAT64, report_of, small_run, unchanged
-from weft.config.schema import DpoConfig, PairLossType
+from weft.config.schema import DpoConfig, LossName, PairLossType
 from weft.data.conversations import ConversationSamples
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.pair_losses import AnswerSums
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.context.position_sum import ContextPositionSum
-from weft.prove.drawn_pairs import drawn_pairs
-from weft.prove.plain_preferences import PlainPreferenceLoss, ReferenceModel
+from weft.prove.drawn_pairs import drawn_records
+from weft.prove.plain_preferences import PlainPreferenceLoss, PlainRewardLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of
 from weft.prove.subject import Subject
 from weft.train.reference_logprobs import References
@@ -33,8 +33,9 @@ OTHER_LOSSES = {
 }
 
 
-def test_rows_by_definition_are_those_that_ranks_read() -> None:
-    samples = drawn_pairs(vocab=64, seq_len=24, global_size=8)
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_rows_by_definition_are_those_that_ranks_read(loss: LossName) -> None:
+    samples = drawn_records(vocab=64, seq_len=24, global_size=8, loss=loss, num_classes=0)
     assert samples.facts()["cut"]  # some pairs are longer than a sequence
     numbers = np.arange(samples.num_samples)
     expected = samples.read(numbers)
@@ -44,6 +45,45 @@ def test_rows_by_definition_are_those_that_ranks_read() -> None:
     pairs_of_row = found.pairs.sum(1) if found.pairs is not None else None
     assert pairs_of_row is not None
     assert len(pairs_of_row.unique()) > 1
+
+
+def test_rows_of_labelled_texts_are_those_that_ranks_read() -> None:
+    samples = drawn_records(vocab=64, seq_len=24, global_size=8, loss="classify", num_classes=3)
+    numbers = np.arange(samples.num_samples)
+    expected = samples.read(numbers)
+    found = batch_of(samples, numbers, later=False)
+    for name in ("inputs", "targets", "positions", "documents"):
+        assert np.array_equal(getattr(found, name).numpy(), getattr(expected, name)), name
+    assert set(found.targets.unique().tolist()) == {IGNORE, 0, 1, 2}
+    assert found.documents is not None
+    is_last = found.documents != found.documents.roll(-1, 1)
+    is_target = found.targets != IGNORE
+    assert bool(is_target.any())
+    assert not bool((is_target[:, :-1] & ~is_last[:, :-1]).any())
+
+
+def test_the_plain_loss_of_two_rewards() -> None:
+    """The scores of the last tokens count, 0.5 and -0.25."""
+    batch = Batch(
+        inputs=torch.tensor([[0, 1, 2, 0, 2]]),
+        targets=torch.tensor([[IGNORE, IGNORE, 0, IGNORE, 0]]),
+        positions=torch.tensor([[0, 1, 2, 0, 1]]),
+        documents=torch.tensor([[0, 0, 0, 1, 1]]),
+        pairs=torch.tensor([[False, False, True, False, False]]),
+    )
+    scores = torch.tensor([[[3.0], [9.0], [0.5], [7.0], [-0.25]]], dtype=torch.float64)
+    right = -math.log(logistic(0.75))
+    assert float(PlainRewardLoss()(scores, batch)) == pytest.approx(right, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--loss reward --mesh 'cp2 tp2'", "--loss classify --data.classes a b --mesh 'pp2 dp2'"],
+)
+def test_layouts_of_scored_texts_are_equal(words: str) -> None:
+    report = report_of(f"{words} {FLOAT64}")
+    assert report.holds, "\n".join(report.lines())
+    assert "are drawn" in report.notes[0]
 
 
 A = 2.0 - math.log(math.exp(2.0) + 2)
@@ -167,7 +207,7 @@ def test_options_of_preference_pairs_are_equal(words: str) -> None:
 def test_pairs_of_a_run_that_has_some_are_its_own() -> None:
     subject = Subject.of(small_run(f"--mesh dp2 {DPO}"), steps=1)
     assert isinstance(subject.samples, ConversationSamples)
-    assert subject._with_pairs() is subject
+    assert subject._with_records() is subject
 
 
 def test_sums_of_documents_that_context_ranks_do_not_share_are_found(

@@ -38,7 +38,7 @@ NO_CODE = CodeIdentity()
 
 RESUME_KEYS = (
     *(KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
-    *("loss", "dpo"),
+    *("loss", "dpo", "neftune"),
 )
 """Keys and sections that `resume_faults` reads."""
 
@@ -49,9 +49,11 @@ SAME_KEYS = (
     "data.order",
     "precision.params",
     "loss",
+    "neftune",
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "lora.dora",
 )
 """Config keys that must be unchanged. With another seed or batch size the data order would not
 continue.
@@ -59,6 +61,10 @@ continue.
 
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
+
+LABELS = "labels"
+WITHOUT_LABELS: Mapping[str, Any] = {LABELS: 0}
+"""Of checkpoints of earlier versions, which have no such field."""
 
 DPO_DEFAULTS = {f"dpo.{name}": value for name, value in DpoConfig().model_dump().items()}
 """Further ones of runs on preference pairs, with the values of checkpoints of earlier versions, which
@@ -302,7 +308,7 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
     if family != facts.family:
         raise CheckpointError(_other_model(path, "family", facts.family, family))
     current = {name: _json_value(value) for name, value in architecture.items()}
-    stored = facts.architecture
+    stored = {**WITHOUT_LABELS, **facts.architecture} if LABELS in current else facts.architecture
     names = dict.fromkeys((*stored, *current))
     faults = [
         _other_model(path, name, stored.get(name), current.get(name))

@@ -14,7 +14,7 @@ from weft.commands.console import print_result, show_help, wants_help
 from weft.commands.data_show import USAGE as SHOW_USAGE
 from weft.commands.data_show import show, summary
 from weft.config import flags
-from weft.config.schema import ConfigSection
+from weft.config.schema import SCORED, ConfigSection, DataFormat
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import TEXT, PreparedMeta
 from weft.data.record_sources import PREFERENCE
@@ -43,8 +43,11 @@ class PrepareArguments(ConfigSection):
     text_field: str = Field(
         "text", description="field of JSONL lines, column of parquet files that holds the text"
     )
-    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = Field(
+    format: DataFormat = Field(
         "text", description="text, or records to fine-tune on; auto: by the fields of the first"
+    )
+    classes: tuple[str, ...] = Field(
+        (), description="names of the classes of labelled records, in the order of their numbers"
     )
     chat_template: str | None = Field(
         None,
@@ -139,8 +142,18 @@ def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:
         vocab = f" --model.vocab {meta.vocab}"
     else:
         vocab = ""
-    loss = " --loss dpo" if meta.record_format == PREFERENCE else ""
+    loss = _loss_words(meta)
     yield f"train on it: weft train --data.source {out}{vocab}{loss}{changed}"
+
+
+def _loss_words(meta: PreparedMeta) -> str:
+    """The flags of the loss that reads these records."""
+    if meta.record_format == PREFERENCE:
+        return " --loss dpo"
+    if meta.record_format not in SCORED:
+        return ""
+    classes = f" --data.classes {' '.join(meta.classes)}" if meta.classes else ""
+    return f" --loss {meta.record_format}{classes}"
 
 
 USAGE: Mapping[str, str] = {

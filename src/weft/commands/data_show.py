@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from weft.commands.console import print_result, show_help, wants_help
 from weft.config.command_options import read_options
-from weft.config.schema import ConfigSection
+from weft.config.schema import SCORED, ConfigSection, RecordFormat
 from weft.data.conversations import PAIR, MaskedTokens
 from weft.data.files import find_files
 from weft.data.prepared import (
@@ -26,7 +27,7 @@ from weft.data.prepared import (
     is_prepared,
     open_prepared,
 )
-from weft.data.record_sources import PREFERENCE, encode_records, make_reader
+from weft.data.record_sources import OF_PAIRS, encode_records, make_reader
 from weft.data.row_files import holds_rows
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
@@ -48,7 +49,10 @@ class ShowArguments(ConfigSection):
         0, ge=0, le=10_000, description="records that are shown with the tokens that count"
     )
     verify: bool = Field(False, description="read everything and compare with the stored hashes")
-    format: Literal["auto", "chat", "instruction", "prompt", "preference"] = Field(
+    classes: tuple[str, ...] = Field(
+        (), description="names of the classes of labelled records, in the order of their numbers"
+    )
+    format: Literal["auto"] | RecordFormat = Field(
         "auto", description="of a file of records; auto: by the fields of the first"
     )
     tokenizer: str = Field("bytes", description="of a file of records: bytes, or a tokenizer.json")
@@ -114,12 +118,13 @@ def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
     else:
         num_samples = arguments.samples or 1
         tokenizer = prepared.tokenizer()
-        is_pair = prepared.meta.record_format == PREFERENCE
+        is_pair = prepared.meta.record_format in OF_PAIRS
         group = PAIR if is_pair else 1
         for number in range(num_samples):
             documents = list(_stored_documents(prepared, "train", number * group, group))
             if documents:
-                print_result(_record_text(number + 1, documents, tokenizer))
+                scored = Scored(prepared.meta.record_format in SCORED, prepared.meta.classes)
+                print_result(_record_text(number + 1, documents, tokenizer, scored))
     if arguments.verify:
         return _verify(prepared)
     return EXIT_OK
@@ -143,17 +148,28 @@ def _stored_documents(
 
 def _show_records(source: str, arguments: ShowArguments) -> int:
     tokenizer = open_tokenizer(arguments.tokenizer)
-    reader = make_reader(arguments.format, arguments.chat_template, tokenizer)
+    reader = make_reader(
+        arguments.format, arguments.chat_template, tokenizer, classes=arguments.classes
+    )
     files = find_files(source)
     records = encode_records(files, reader, tokenizer)
     shown = islice(records, arguments.samples or 1)
     for number, record in enumerate(shown, start=1):
-        text = _record_text(number, record.documents, tokenizer)
-        print_result(text)
+        scored = Scored(reader.format in SCORED, arguments.classes)
+        print_result(_record_text(number, record.documents, tokenizer, scored))
     return EXIT_OK
 
 
-def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Tokenizer) -> str:
+class Scored(NamedTuple):
+    """Whether the last token of each text is scored, and nothing else counts; names of classes."""
+
+    at_end: bool
+    classes: Sequence[str]
+
+
+def _record_text(
+    number: int, documents: Sequence[MaskedTokens], tokenizer: Tokenizer, scored: Scored
+) -> str:
     """A record with the tokens that count, wrapped for a terminal."""
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     names = ["chosen", "rejected"] if len(documents) == PAIR else [""]
@@ -165,7 +181,14 @@ def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Toke
             title = f"record {number}, {name}"
         else:
             title = f"record {number}"
-        lines.append(f"{title}: {tokens}, {num_counting:,} count in the loss")
+        what = f"{num_counting:,} count in the loss"
+        if scored.at_end:
+            what = "scored at the last one"
+            if scored.classes:
+                what = f"class {scored.classes[int(document.mask[0]) - 1]}, {what}"
+            is_last = np.arange(len(document.ids)) == len(document.ids) - 1
+            document = replace(document, mask=is_last.astype(np.uint8))
+        lines.append(f"{title}: {tokens}, {what}")
         segments = list(_segments(document, tokenizer))
         lines.append(marked_text(segments, columns=COLUMNS, in_colour=in_colour))
     return "\n".join(lines)

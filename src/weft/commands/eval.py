@@ -17,6 +17,7 @@ from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, json_write
 from weft.config.run import Run
 from weft.config.schema import (
     MAX_COUNT,
+    SCORED,
     BatchConfig,
     DataConfig,
     EvalConfig,
@@ -136,7 +137,7 @@ def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
         "mesh": arguments.mesh,
         "device": arguments.device,
         "transport": arguments.transport,
-        "loss": "cross_entropy",
+        "loss": stored.loss if stored.loss in SCORED else "cross_entropy",
         "data": data,
         "batch": BatchConfig(global_size=arguments.batch_size, micro_size=arguments.micro_size),
         "parallel": ParallelConfig(context=stored.parallel.context),
@@ -154,6 +155,8 @@ def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
     tokenizer = arguments.tokenizer or source.tokenizer().name
     stored = source.run.data
     record_format = arguments.format
+    if source.run.loss in SCORED:
+        record_format = source.run.loss
     has_rows = inner_name(Path(arguments.data)).endswith(tuple(ROW_SUFFIXES))
     if record_format == "auto" and not has_rows:
         record_format = "text"

@@ -25,6 +25,12 @@ def finetuning_defaults(asked: Flat, folder: Flat) -> Flat:
         folder: keys that the folder of `model.from_hf` determines.
     """
     defaults: Flat = {}
+    loss = asked.get("loss")
+    if loss == "reward":
+        defaults.update({"data.format": "reward", "model.labels": 1})
+    elif loss == "classify":
+        classes = asked.get("data.classes") or ()
+        defaults.update({"data.format": "classify", "model.labels": len(classes)})
     if asked.get("lora.rank"):
         defaults.update(LORA)
     elif asked.get("model.from_hf"):

@@ -31,6 +31,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "gpus": ("mesh",),
     "world_size": ("mesh",),
     "simpo_gamma": ("dpo.gamma",),
+    "neftune_noise_alpha": ("neftune",),
+    "neftune_alpha": ("neftune",),
+    "use_dora": ("lora.dora",),
 }
 """Names of other programs -> keys with that meaning."""
 

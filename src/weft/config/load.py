@@ -175,7 +175,7 @@ def try_load(
         **_defaults(sources.model, families),
         **schedule.defaults,
         **sources.folder.defaults,
-        **finetuning_defaults(asked, sources.folder.defaults),
+        **_known(finetuning_defaults(asked, sources.folder.defaults), known),
         **asked,
         **sources.folder.decided,
         **schedule.decided,
@@ -379,6 +379,11 @@ def _defaults(model: ModelChoice, families: Families) -> Flat:
     values: Flat = {"data.source": DEFAULT_SOURCE[families[model.name].Config.kind]}
     values.update(preset_fields(model, families))
     return values
+
+
+def _known(flat: Flat, known: Mapping[str, object]) -> Flat:
+    """Those of the keys that the run has: a family may lack some."""
+    return {key: value for key, value in flat.items() if key in known}
 
 
 def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ...]]:

@@ -12,6 +12,8 @@ from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Suffixes of the two factors of an adapter, after the global name of its linear."""
+LORA_M = ".lora_magnitude.weight"
+"""Suffix of what DoRA adds to the norms of the rows of a linear's weight."""
 DEFAULT_RANK = 8
 
 
@@ -46,7 +48,7 @@ def adapted_linear(name: str) -> str | None:
     """The global name of the linear whose adapter a parameter is part of; None for any other
     parameter.
     """
-    for suffix in (LORA_A, LORA_B):
+    for suffix in (LORA_A, LORA_B, LORA_M):
         if name.endswith(suffix):
             return name.removesuffix(suffix)
     return None

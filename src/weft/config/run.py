@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.schema import (
     MAX_COUNT,
+    SCORED,
     AlertConfig,
     BatchConfig,
     ConfigSection,
@@ -19,6 +20,7 @@ from weft.config.schema import (
     GuardConfig,
     LogConfig,
     LoraConfig,
+    LossName,
     ModelSection,
     OptimConfig,
     ParallelConfig,
@@ -53,8 +55,15 @@ class Run(ConfigSection):
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         None, description="how often the data is read, in place of steps; None: as steps say"
     )
-    loss: Literal["cross_entropy", "dpo"] = Field(
-        "cross_entropy", description="cross entropy of the targets, or dpo on preference pairs"
+    loss: LossName = Field(
+        "cross_entropy",
+        description="cross entropy of the targets; dpo, reward on preference pairs; classify labelled texts",
+    )
+    neftune: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="alpha of NEFTune, noise on the embeddings of tokens in training; 0: none",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -219,6 +228,8 @@ def has_chunked_losses(run: Run) -> bool:
     """Whether heads compute losses chunk by chunk. Under `auto`: where the logits of the tokens that
     a rank has of a micro-batch are large, and larger than the gradient of the head's weight.
     """
+    if run.loss in SCORED:  # their heads have no vocabulary
+        return False
     logits = run.parallel.logits
     if logits != "auto":
         return logits == "chunked"

@@ -26,6 +26,14 @@ PairLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 """Losses of preference pairs, by TRL's names."""
 REFERENCE_FREE: tuple[PairLossType, ...] = ("simpo", "orpo")
 
+LossName = Literal["cross_entropy", "dpo", "reward", "classify"]
+SCORED = ("reward", "classify")
+"""Losses, and formats of their data, of the scores of whole texts."""
+
+RecordFormat = Literal["chat", "instruction", "prompt", "preference", "reward", "classify"]
+"""reward, classify: texts that are scored as a whole, at their last token."""
+DataFormat = Literal["text", "auto"] | RecordFormat
+
 TrackerName = Literal[
     "tensorboard", "wandb", "mlflow", "trackio", "csv", "prometheus", "opentelemetry"
 ]
@@ -98,9 +106,12 @@ class DataConfig(ConfigSection):
     text_field: str = Field(
         "text", description="field of JSON, column of CSV and parquet files that holds the text"
     )
-    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = Field(
+    format: DataFormat = Field(
         "text",
         description="text, or records to fine-tune on (rows of JSON, CSV, parquet); auto: by the fields of the first",
+    )
+    classes: tuple[str, ...] = Field(
+        (), description="names of the classes of `loss classify`, in the order of their numbers"
     )
     chat_template: str | None = Field(
         None,
@@ -425,6 +436,9 @@ class LoraConfig(ConfigSection):
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that an entry of an adapter's input is dropped"
+    )
+    dora: bool = Field(
+        False, description="DoRA: a trained magnitude for each output of an adapted linear"
     )
     base: str | None = Field(
         None,

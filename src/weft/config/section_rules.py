@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.config.schema import DataConfig, EvalConfig, GuardConfig, PrecisionConfig, SaveConfig
+from weft.config.schema import (
+    SCORED,
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    LossName,
+    PrecisionConfig,
+    SaveConfig,
+)
 from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.errors import Fault
@@ -61,6 +69,61 @@ def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:
             yield Fault(
                 f"model.{field}", what, got=f"{value:g}", need="0", fix=f"--model.{field} 0"
             )
+
+
+def scores_fit(loss: LossName, model: ModelConfig, data: DataConfig) -> Iterator[Fault]:
+    """Texts are scored by a head for labels, of which a reward model has one, and on data of the same
+    name.
+    """
+    labels = getattr(model, "labels", None)
+    if loss not in SCORED:
+        if labels:
+            what = f"is a head that scores texts, and loss is {loss!r}"
+            fix = "--loss reward or --loss classify, or --model.labels 0"
+            yield Fault("model.labels", what, got=str(labels), need="0", fix=fix)
+        if data.format in SCORED:
+            what = f"is data of the loss {data.format}"
+            yield Fault("data.format", what, got=data.format, fix=f"--loss {data.format}")
+        return
+    if labels is None:
+        what = f"{loss} scores texts, and {model.family} has no head for that"
+        fix = "a family of weft: llama3, qwen2, qwen3, qwen3-moe, gemma3, mistral, gpt2"
+        yield Fault("loss", what, got=loss, fix=fix)
+        return
+    if data.format != loss:
+        what = f"{loss} reads texts that are scored at their last token"
+        yield Fault("data.format", what, got=data.format, need=loss, fix=f"--data.format {loss}")
+    if loss == "classify" and not 2 <= len(set(data.classes)) == len(data.classes):
+        what = "names the classes of loss classify, at least two different ones"
+        fix = "--data.classes negative positive"
+        yield Fault("data.classes", what, got=" ".join(data.classes) or "none", fix=fix)
+    num_outputs = len(data.classes) if loss == "classify" else 1
+    if labels != num_outputs and num_outputs:
+        what = "is not the number of scores of a text"
+        yield Fault(
+            "model.labels",
+            what,
+            got=str(labels),
+            need=str(num_outputs),
+            fix=f"--model.labels {num_outputs}, or leave it out",
+        )
+
+
+def scores_are_whole(loss: LossName, *, sequence: bool) -> Iterator[Fault]:
+    """Scores are computed of whole sequences."""
+    if loss in SCORED and sequence:
+        what = (
+            f"leaves a rank scores of a part of each sequence, and {loss} reads those of its texts"
+        )
+        fix = "--parallel.sequence False; cp shards sequences"
+        yield Fault("parallel.sequence", what, got="True", need="False", fix=fix)
+
+
+def noise_is_of_tokens(neftune: float, model: ModelConfig) -> Iterator[Fault]:
+    """Only embeddings of tokens have noise."""
+    if neftune and model.kind != "tokens":
+        what = f"is noise on the embeddings of tokens, and {model.family} reads {model.kind}"
+        yield Fault("neftune", what, got=f"{neftune:g}", need="0", fix="--neftune 0")
 
 
 def evaluations_exist(evaluation: EvalConfig, save: SaveConfig) -> Iterator[Fault]:

@@ -34,6 +34,9 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
             need="0",
             fix="--sample 0",
         )
+    elif sample and getattr(model, "labels", 0):
+        what = "a model with labels scores texts and generates none"
+        yield Fault("sample", what, got=str(sample), need="0", fix="--sample 0")
 
 
 OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "round_trip", "long")
@@ -89,6 +92,9 @@ def switched_off(
         leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
     """
     yield from pairs_are_compared(loss, dpo)
+    if loss != "classify":
+        what = f"is set, and loss is {loss!r}"
+        yield from set_keys(data, "data", ("classes",), what, fix="--loss classify")
     yield from evaluation_is_on(evaluation)
     yield from adapters_are_on(lora)
     yield from guards_continue(guard)
@@ -116,7 +122,7 @@ def adapters_are_on(lora: LoraConfig) -> Iterator[Fault]:
     """The scale of adapters is read only where there are some."""
     if not lora.rank:
         what = "is set, and lora.rank is 0 (no adapters)"
-        yield from set_keys(lora, "lora", ("alpha",), what, fix="--lora.rank 8")
+        yield from set_keys(lora, "lora", ("alpha", "dora"), what, fix="--lora.rank 8")
 
 
 def guards_continue(guard: GuardConfig) -> Iterator[Fault]:

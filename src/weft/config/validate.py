@@ -27,8 +27,11 @@ from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
     evaluations_exist,
     guard_factors_are_above_one,
+    noise_is_of_tokens,
     number_types_fit,
     preference_loss_fits,
+    scores_are_whole,
+    scores_fit,
     sequence_fits_model,
     vocabulary_holds_bytes,
 )
@@ -117,6 +120,12 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ),
         ),
         Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
+        Check(
+            ("loss", "parallel.sequence"),
+            partial(scores_are_whole, run.loss, sequence=parallel.sequence),
+        ),
+        Check(("loss", "model", "data"), partial(scores_fit, run.loss, model, data)),
+        Check(("neftune", "model"), partial(noise_is_of_tokens, run.neftune, model)),
         Check(("dpo",), partial(unused_keys.pair_loss_reads_keys, run.dpo)),
         Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),

@@ -9,6 +9,10 @@ Note [Masks]
         mask      0      0 0 0           1 1 1
         inputs    <user> H i <assistant> Y o <end> a b
         targets   -      - - Y           o <end> - b -
+
+    Texts that are scored as a whole (`reward`, `classify`) have one target, at the last token that is
+    kept: the number of their class, 0 of answers that are compared. The mask of a labelled text is
+    that number + 1 at its first token.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.schema import SCORED
 from weft.data.document_bounds import Bounds
 from weft.data.files import KEY
 from weft.data.order import Ints, Order, epoch_order
@@ -58,6 +63,9 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
     encoded = tokenizer.encode_chars(answer.text, adds_special=answer.adds_special)
     ids = encoded.ids
     mask = np.zeros(len(ids), dtype=np.uint8)
+    if answer.label is not None:
+        mask[:1] = answer.label + 1
+        return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
     if answer.prompt is not None:
         prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special)
         length = len(prompt.ids)
@@ -139,13 +147,18 @@ class _RowArrays:
             pairs=np.zeros(seq_len, dtype=np.bool_),
         )
 
-    def put(self, place: int, number: int, tokens: Ints, mask: NDArray[np.uint8]) -> None:
-        """Put a document at a place; its last token has no target."""
+    def put(
+        self, place: int, number: int, tokens: Ints, mask: NDArray[np.uint8], *, label: int | None
+    ) -> None:
+        """Put a document at a place; its last token has no target, or the label of the whole."""
         stop = place + len(tokens)
         following = tokens[1:]
         is_answer = mask[1:] > 0
         self.inputs[place:stop] = tokens
-        self.targets[place : stop - 1] = np.where(is_answer, following, IGNORE)
+        if label is None:
+            self.targets[place : stop - 1] = np.where(is_answer, following, IGNORE)
+        else:
+            self.targets[stop - 1] = label
         self.positions[place:stop] = np.arange(len(tokens))
         self.documents[place:stop] = number
 
@@ -175,6 +188,17 @@ class ConversationSamples:
         """Whether the records are preference pairs."""
         return self.data.group == PAIR
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether each document has one target, at its last token."""
+        return self.data.format in SCORED
+
+    def label_of(self, mask: NDArray[np.uint8]) -> int | None:
+        """The target of a whole document; None where its tokens have targets."""
+        if not self.is_scored:
+            return None
+        return 0 if self.has_pairs else max(int(mask[0]) - 1, 0)
+
     @cached_property
     def table(self) -> RowTable:
         """The table of rows that documents were packed into.
@@ -187,7 +211,10 @@ class ConversationSamples:
         full_lengths = np.diff(all_bounds)
         group = self.data.group
         lengths = _kept_lengths(full_lengths.reshape(-1, group), self.seq_len)
-        num_targets, first_targets = _count_targets(self.data.mask, all_bounds, lengths.ravel())
+        if self.is_scored:
+            num_targets, first_targets = np.ones_like(full_lengths), lengths.ravel() - 1
+        else:
+            num_targets, first_targets = _count_targets(self.data.mask, all_bounds, lengths.ravel())
         has_targets = (num_targets.reshape(-1, group) > 0).all(axis=1)
         (kept_groups,) = np.nonzero(has_targets)
         if not len(kept_groups):
@@ -255,7 +282,7 @@ class ConversationSamples:
             stop = start + length
             tokens = self.data.stream.read(start, stop)
             mask = self.data.mask[start:stop]
-            row.put(place, number, tokens, mask)
+            row.put(place, number, tokens, mask, label=self.label_of(mask))
             if self.has_pairs and document % PAIR == 0:
                 pair = document // PAIR
                 mark = int(self.table.pair_marks[pair])
@@ -277,7 +304,7 @@ class ConversationSamples:
         """Source, sizes, what is cut or left out, and a hash of tokens, masks and rows."""
         stream = self.data.stream
         table = self.table
-        name = "pairs" if self.has_pairs else "conversations"
+        name = "pairs" if self.has_pairs else "texts" if self.is_scored else "conversations"
         num_documents = len(stream.document_bounds) - 1
         facts: dict[str, object] = {
             "source": self.source,

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.schema import DataConfig
+from weft.config.schema import SCORED, DataConfig
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
 from weft.data.documents import ReadOptions, read_documents
 from weft.data.files import is_token_file
 from weft.data.formats import format_of, formats_of
 from weft.data.order import Ints, hash_numbers
 from weft.data.prepared import Prepared, prepared_of, sources_of
-from weft.data.record_sources import PREFERENCE, encode_records, holds_records, make_reader
+from weft.data.record_sources import OF_PAIRS, encode_records, holds_records, make_reader
 from weft.data.samples import SequenceSamples
 from weft.data.streams import source_files
 from weft.data.token_sources import split_of
@@ -121,7 +121,8 @@ class Excerpt:
         pieces = list(islice(self._pieces(shares), number))
         masks = [each.mask for each in pieces if each.mask is not None]
         stream = self._stream(pieces)
-        conversations = Conversations(stream, np.concatenate(masks), group=self.group)
+        known = self.data.format if self.data.format in SCORED else ""
+        conversations = Conversations(stream, np.concatenate(masks), group=self.group, format=known)
         return ConversationSamples(
             conversations,
             self.data.seq_len,
@@ -245,7 +246,7 @@ def _first_documents(data: DataConfig, source: str) -> tuple[Document, ...]:
 
 def _of_prepared(prepared: Prepared, source: str, *, has_masks: bool) -> Iterator[Document]:
     part = split_of(source, "train")
-    group = PAIR if prepared.meta.record_format == PREFERENCE else 1
+    group = PAIR if prepared.meta.record_format in OF_PAIRS else 1
     stream = prepared.stream(part, vocab=ANY_ID)
     bounds = stream.document_bounds[: NUM_DOCUMENTS + 1].tolist()
     for start, end in pairwise(bounds):
@@ -274,7 +275,7 @@ def _of_texts(data: DataConfig, files: Iterable[Path]) -> Iterator[Document]:
 
 def _of_records(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Document]:
     tokenizer = open_tokenizer(data.tokenizer)
-    reader = make_reader(data.format, data.chat_template, tokenizer)
+    reader = make_reader(data.format, data.chat_template, tokenizer, classes=data.classes)
     for record in encode_records(files, reader, tokenizer):
         for document in record.documents:
             ids = np.array(document.ids, dtype=np.int64)

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from weft.config.schema import DataFormat
 from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.documents import ReadOptions, SplitOn, TextChunk
@@ -84,9 +85,8 @@ class PrepareOptions:
     split_on: SplitOn = "file"
     valid: float = 0.01
     seed: int = 1
-    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference", "tokens"] = (
-        "text"
-    )
+    format: DataFormat | Literal["tokens"] = "text"
+    classes: tuple[str, ...] = ()
     chat_template: str | None = None
     max_tokens: int | None = None
 
@@ -171,6 +171,7 @@ def _write_folder(
             options.chat_template,
             tokenizer,
             folder=_tokenizer_folder(options.tokenizer),
+            classes=options.classes,
         )
     total_bytes = sum(num_bytes_of(source) for source in inputs)
 
@@ -209,7 +210,8 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
-        record_format=cast(Any, record_format or TEXT),  # AUTO is none of a reader
+        record_format=record_format or "text",
+        classes=options.classes,
         num_shared=num_shared,
         num_changed=round_trip.num_different,
         first_changed=round_trip.first,
@@ -397,7 +399,9 @@ def _chunks_to_train_on(options: PrepareOptions, inputs: Sequence[Input]) -> Ite
     if options.format == TEXT:
         yield from read_all(inputs, ReadOptions(options.text_field, options.split_on))
         return
-    reader = make_reader(options.format, options.chat_template, open_tokenizer(BYTES))
+    reader = make_reader(
+        options.format, options.chat_template, open_tokenizer(BYTES), classes=options.classes
+    )
     for source in inputs:
         for record in _records(source, reader):
             for text in record.texts:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
-from weft.config.schema import ConfigSection, DataConfig
+from weft.config.schema import ConfigSection, DataConfig, RecordFormat
 from weft.data.document_bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, MAX_ID, Tokenizer, open_tokenizer
@@ -86,7 +86,8 @@ class PreparedMeta(ConfigSection):
     valid: float
     seed: int
     splits: dict[str, SplitInfo]
-    record_format: Literal["text", "chat", "instruction", "prompt", "preference", "tokens"] = "text"
+    record_format: Literal["text", "tokens"] | RecordFormat = "text"
+    classes: tuple[str, ...] = ()
     num_shared: Annotated[int, Field(ge=0)] = 0
     """Texts in which a token is of prompt and answer."""
     num_changed: Annotated[int, Field(ge=0)] = 0

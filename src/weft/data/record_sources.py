@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.schema import DataConfig
+from weft.config.schema import DataConfig, RecordFormat
 from weft.data.chat_template import KEY as TEMPLATE_KEY
 from weft.data.chat_template import ChatTemplate, find_template
 from weft.data.conversations import (
@@ -32,7 +32,7 @@ from weft.data.prepared import (
     prepared_of,
     sources_of,
 )
-from weft.data.records import AnswerText, RecordFormat, RecordReader, RenderedRecord
+from weft.data.records import AnswerText, RecordReader, RenderedRecord
 from weft.data.round_trip import RoundTrip
 from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, detect_format
@@ -44,6 +44,8 @@ from weft.errors import DataError, Fault
 
 AUTO = "auto"
 PREFERENCE = "preference"
+REWARD = "reward"
+OF_PAIRS = (PREFERENCE, REWARD)
 PACKING_KEY = "data.packing"
 
 
@@ -129,13 +131,19 @@ def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> 
 
 
 def make_reader(
-    record_format: str, template: str | None, tokenizer: Tokenizer, *, folder: Path | None = None
+    record_format: str,
+    template: str | None,
+    tokenizer: Tokenizer,
+    *,
+    folder: Path | None = None,
+    classes: Sequence[str] = (),
 ) -> RecordReader:
     """A reader of records for a tokenizer and its template; a missing template is an error only of
     records that need it.
 
     Args:
         folder: of the tokenizer's other files; default: that of its tokenizer.json.
+        classes: names of the classes of labelled records.
 
     Raises:
         DataError: a template that is named cannot be read.
@@ -155,7 +163,9 @@ def make_reader(
     end_text = tokenizer.end_text
     if found is not None:
         end_text = found.special_tokens.get("eos_token", end_text)
-    return RecordReader(format=wanted, template=found, end_text=end_text, no_template=no_template)
+    return RecordReader(
+        format=wanted, template=found, end_text=end_text, classes=classes, no_template=no_template
+    )
 
 
 def encode_records(
@@ -224,7 +234,8 @@ def _open_prepared(
     source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
 ) -> Conversations:
     stored = prepared.meta.record_format
-    if data.format not in (TEXT, AUTO, stored):
+    is_pairs = data.format in OF_PAIRS and stored in OF_PAIRS
+    if data.format not in (TEXT, AUTO, stored) and not is_pairs:
         fix = f"omit data.format: the folder holds its own, {stored}"
         what = f"is not what {prepared.folder} was prepared as"
         raise DataError(Fault(FORMAT_KEY, what, got=data.format, need=stored, fix=fix))
@@ -232,6 +243,12 @@ def _open_prepared(
         what = f"{prepared.folder} was prepared with its own"
         fix = f"omit data.chat_template, or {PREPARE_AGAIN}"
         raise DataError(Fault(TEMPLATE_KEY, what, got=data.chat_template, fix=fix))
+    if prepared.meta.classes != data.classes:
+        stored_classes = " ".join(prepared.meta.classes)
+        what = f"are not those that {prepared.folder} was prepared with"
+        got = " ".join(data.classes)
+        fix = f"--data.classes {stored_classes}" if stored_classes else "leave it out"
+        raise DataError(Fault("data.classes", what, got=got, need=stored_classes, fix=fix))
     check_vocab(agreed_tokenizer(prepared, data), vocab)
     check_round_trip(prepared, data)
     part = split_of(source, split)
@@ -249,16 +266,16 @@ def _open_prepared(
     return Conversations(
         stream=stream,
         mask=prepared.mask(part),
-        group=PAIR if stored == PREFERENCE else 1,
+        group=PAIR if stored in OF_PAIRS else 1,
         num_shared=prepared.meta.num_shared,
-        format=stored,
+        format=data.format if is_pairs else stored,
     )
 
 
 def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversations:
     tokenizer = open_tokenizer(data.tokenizer)
     check_vocab(tokenizer, vocab)
-    reader = make_reader(data.format, data.chat_template, tokenizer)
+    reader = make_reader(data.format, data.chat_template, tokenizer, classes=data.classes)
     check_date(reader.template, source, data)
     files = source_files(source)
     ids: list[int] = []
@@ -293,7 +310,7 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
         documents=np.cumsum([0, *lengths], dtype=np.int64),
         read_as=read_as(source, map(format_of, files)) + reader.unread,
     )
-    group = PAIR if reader.format == PREFERENCE else 1
+    group = PAIR if reader.format in OF_PAIRS else 1
     return Conversations(
         stream=stream,
         mask=np.concatenate(masks),

@@ -5,7 +5,8 @@ chat          {"messages": [{"role": "user", "content": "..."}, {"role": "assist
 instruction   {"instruction": "...", "input": "...", "output": "..."}; input may be missing
 prompt        {"prompt": "...", "completion": "..."}; texts, or lists of messages
 preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or lists of messages;
-              without a prompt where both answers begin with it
+reward        without a prompt where both answers begin with it
+classify      {"text": "...", "label": "..."} or {"messages": [...], "label": 0}
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from weft.config.schema import RecordFormat
 from weft.data.chat_template import ASSISTANT, ChatTemplate, Message, TemplateFault, template_fault
 from weft.data.documents import without_surrogates
 from weft.data.formats import guarded_read
@@ -33,12 +35,13 @@ from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, OTHER_NAMES, RECORD_FIELDS, Row, detect_format
 from weft.errors import DataError, Fault
 
-RecordFormat = Literal["chat", "instruction", "prompt", "preference"]
 OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "chat": (TURNS, "tools", VALUES),
     "instruction": ("input", "tools", VALUES),
     "prompt": ("tools", VALUES, "label"),
     "preference": ("prompt", "tools", VALUES),
+    "reward": ("prompt", "tools", VALUES),
+    "classify": ("text", "messages", TURNS, "tools", VALUES),
 }
 
 
@@ -53,12 +56,14 @@ class AnswerText:
             alone are not answers; None: tokens are found by their characters.
         adds_special: whether the tokenizer adds its special tokens, as for plain prompts; templates
             render theirs.
+        label: number of its class; None: it has none.
     """
 
     text: str
     answers: tuple[tuple[int, int], ...]
     prompt: str | None = None
     adds_special: bool = False
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,13 @@ class RecordReader:
         format: of the records; None: that of the first one.
         template: renders messages; None where there is none.
         end_text: text of the token that ends a plain answer; "" where there is none.
+        classes: names of the classes of labelled records, in the order of their numbers.
     """
 
     format: RecordFormat | None
     template: ChatTemplate | None
     end_text: str
+    classes: Sequence[str] = ()
     no_template: DataError | None = None
     _known_roles: set[str] = field(default_factory=set)
     _unread: set[str] = field(default_factory=set)
@@ -171,6 +178,8 @@ class RecordReader:
             case "prompt":
                 _check_label(fields, where)
                 yield self._completion(fields, "completion", where)
+            case "classify":
+                yield self._labelled(fields, where)
             case _:
                 if fields["chosen"] == fields["rejected"]:
                     what = f"{where}: chosen and rejected are the same"
@@ -198,6 +207,24 @@ class RecordReader:
         except TemplateFault as error:
             raise template_fault(template, error, where) from None
         return AnswerText(rendered.text, rendered.answers)
+
+    def _labelled(self, fields: Mapping[str, Any], where: str) -> AnswerText:
+        """A text, or messages as the template renders them, with its class."""
+        label = class_number(fields["label"], self.classes, where)
+        if "text" in fields:
+            text = check_text(fields["text"], "text", where)
+            return AnswerText(text, (), adds_special=True, label=label)
+        turns = messages_of_turns(fields.get(TURNS), where)
+        value = fields.get("messages", turns)
+        if value is None:
+            raise record_fault(f"{where}: a record with a label has neither 'text' nor 'messages'")
+        messages = self._messages(value, "messages", where)
+        template = self._needed_template()
+        try:
+            text = template.render(messages, values=template_values(fields, where))
+        except TemplateFault as error:
+            raise template_fault(template, error, where) from None
+        return AnswerText(text, (), label=label)
 
     def _messages(self, value: Any, name: str, where: str) -> list[Message]:
         """The messages of a field, as the template reads them.
@@ -273,6 +300,20 @@ class RecordReader:
             assert self.no_template is not None, "a reader has a template, or the reason why not"
             raise self.no_template
         return self.template
+
+
+def class_number(value: Any, classes: Sequence[str], where: str) -> int:
+    """The number of a class that a record names, or gives as a number.
+
+    Raises:
+        DataError: there is no such class.
+    """
+    if str(value) in classes:
+        return list(classes).index(str(value))
+    if isinstance(value, int) and 0 <= value < len(classes):
+        return int(value)
+    need = f"one of {', '.join(classes)}, or 0 to {len(classes) - 1}"
+    raise record_fault(f"{where}: 'label' is no class", got=repr(value)[:80], need=need)
 
 
 def _unknown_format(names: Sequence[str], where: str) -> DataError:

@@ -25,8 +25,12 @@ RECORD_FIELDS: Mapping[str, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "preference": ("chosen", "rejected"),
     "prompt": ("prompt", "completion"),
+    "reward": ("chosen", "rejected"),
+    "classify": ("label",),
 }
 """Formats of fine-tuning records, and the fields that each record of a format has."""
+NAMED_ONLY = ("reward", "classify")
+"""Formats that are not found by the fields of a record: others have these fields, too."""
 OTHER_NAMES: Mapping[str, str] = {"conversations": "messages"}
 """Names that other tools give to these fields."""
 
@@ -50,7 +54,7 @@ def detect_format(names: Collection[str]) -> str | None:
     """The format of a fine-tuning record with fields of these names; None for any other row."""
     known = {OTHER_NAMES.get(name, name) for name in names}
     for format_name, needed in RECORD_FIELDS.items():
-        if known.issuperset(needed):
+        if format_name not in NAMED_ONLY and known.issuperset(needed):
             return format_name
     return None
 

@@ -22,7 +22,8 @@ from weft.run.devices import choose_device
 from weft.run.launch import join, launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World, detect
-from weft.train.build import build_data_loader, family_of
+from weft.train.build import build_data_loader
+from weft.train.build_training import loss_family
 from weft.train.evaluate import EvalReport, Evaluation
 from weft.view.quantity import short_time
 
@@ -61,7 +62,7 @@ def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) ->
     device = choose_device(run.device, world)
     with open_comm(world, run.device_mesh, device) as comm:
         model = load_model(
-            family_of(run.model, job.source.run.lora),
+            loss_family(run.with_values({"lora": job.source.run.lora})),
             run.model,
             open_source(job.source),
             plan=plan_of(run),
@@ -93,6 +94,8 @@ def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
     loss = f"loss {report.loss:.4f}"
     if report.has_perplexity:
         loss += f" nats, perplexity {report.perplexity:,.2f}"
+    if report.accuracy is not None:
+        loss += f" nats, accuracy {report.accuracy:.1%}"
     number = f"{report.targets:,} targets in {facts['sequences']:,} sequences"
     return (
         f"{job.source.path} on {job.data}: {loss}{of_bytes}; {number}, {short_time(report.seconds)}"
@@ -108,6 +111,7 @@ def result_facts(job: EvalJob, report: EvalReport, samples: Samples) -> dict[str
         "data": job.data,
         "loss": report.loss,
         "perplexity": report.perplexity if report.has_perplexity else None,
+        "accuracy": report.accuracy,
         "bits_per_byte": report.bits_per_byte,
         "targets": report.targets,
         "bytes": report.num_bytes,

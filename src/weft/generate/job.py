@@ -261,8 +261,11 @@ def open_model_tokenizer(request: SamplingOptions, source: ModelSource) -> Token
     """The tokenizer that is asked for, or the model's own.
 
     Raises:
-        ConfigError: it is unknown, or cannot be read.
+        ConfigError: it is unknown, or cannot be read; or the model generates no text.
     """
+    if getattr(source.run.model, "labels", 0):
+        what = "scores texts and generates none"
+        raise ConfigError(Fault(str(source.path), what, fix="weft eval, which scores texts"))
     try:
         if request.tokenizer:
             return open_tokenizer(request.tokenizer)

@@ -13,7 +13,8 @@ from torch import Tensor
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
 from weft.checkpoint.read import Source
-from weft.config.lora import LORA_A, LORA_B, adapted_linear
+from weft.config.hf.mapping import SCORE
+from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
@@ -89,10 +90,23 @@ class MergedSource:
             start = max(band_start, first_row)
             stop = min(band_start + BAND, end_row)
             band = self._product_rows(linear, a, band_start)
-            delta = band[start - band_start : stop - band_start, columns]
             rows = slice(start - first_row, stop - first_row)
-            weight[rows] = add_product(weight[rows], delta, scale=self._scale)
+            own = slice(start - band_start, stop - band_start)
+            magnitude = self._magnitudes(linear, start, stop)
+            if magnitude is None:
+                weight[rows] = add_product(weight[rows], band[own, columns], scale=self._scale)
+                continue
+            whole = self._source.read(name, Box(lo=(start, 0), hi=(stop, band.shape[1])))
+            merged = add_product(whole, band[own], scale=self._scale, magnitude=magnitude)
+            weight[rows] = merged[:, columns]
         return weight
+
+    def _magnitudes(self, linear: str, start: int, stop: int) -> Tensor | None:
+        """What DoRA adds to the norms of some rows; None without it."""
+        name = linear + LORA_M
+        if name not in self._source.shapes:
+            return None
+        return self._source.read(name, Box(lo=(start,), hi=(stop,)))
 
     def _product_rows(self, linear: str, a: Tensor, start: int) -> Tensor:
         """One band of whole rows of B A."""
@@ -139,7 +153,29 @@ def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> di
         a, b = combined_factors(target, source)
         found[f"{target.prefix}.lora_A.weight"] = a
         found[f"{target.prefix}.lora_B.weight"] = b
+        if lora.dora:
+            found[f"{target.prefix}.lora_magnitude_vector"] = _magnitudes(target, source)
+    if SCORE.param in source.shapes:  # trained as a whole
+        found[f"base_model.model.{SCORE.tensor}"] = _read_whole(source, SCORE.param)
     return found
+
+
+def _magnitudes(target: AdapterTarget, source: Source) -> Tensor:
+    """The norms of the rows of one HF linear's weight, with what is added to them.
+
+    Raises:
+        CheckpointError: only some of the linears in it have adapters.
+    """
+    if len(target.linears) != target.num_parts:
+        what = f"{target.module} holds {target.num_parts} linears, and {len(target.linears)} have magnitudes"
+        fix = "export the merged model, or train with other lora.targets"
+        raise CheckpointError(Fault("lora.targets", what, fix=fix))
+    parts = []
+    for linear in target.linears:
+        added = _read_whole(source, linear + LORA_M)
+        weight = _read_whole(source, linear + WEIGHT).to(added.dtype)
+        parts.append(torch.linalg.vector_norm(weight, dim=1) + added)
+    return torch.cat(parts)
 
 
 def combined_factors(target: AdapterTarget, source: Source) -> tuple[Tensor, Tensor]:

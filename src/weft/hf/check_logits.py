@@ -83,25 +83,34 @@ def compare_logits(
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(vocab, (NUM_SEQUENCES, seq_len), generator=generator)
     with torch.no_grad():
-        expected = hf_logits(folder, tokens)
+        labels = getattr(cfg, "labels", 0)
+        expected = hf_logits(folder, tokens, labels=labels)
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
+        if labels:
+            found = found[:, -1]
     difference = (found - expected).abs().max()
     return LogitsComparison(difference=difference.item(), largest=expected.abs().max().item())
 
 
-def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits of transformers, float32."""
+def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0) -> Tensor:
+    """Logits of transformers, float32; of a model with labels those of the last token, [B, L]."""
     import transformers  # an extra, and seconds to import
 
     log: Any = transformers.utils.logging
     log.set_verbosity_error()
     log.disable_progress_bar()
+    is_scored = labels > 0
     auto_model: Any = transformers.AutoModelForCausalLM
+    if is_scored:
+        auto_model = transformers.AutoModelForSequenceClassification
     try:
         model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except Exception as error:
         raise WeftError(f"{folder}: transformers cannot load it: {error}") from error
-    logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+    model.eval()
+    if is_scored:  # of the last token; one text at a time needs no token of padding
+        return torch.cat([model(input_ids=row[None], use_cache=False).logits for row in tokens])
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 

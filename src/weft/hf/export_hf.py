@@ -72,7 +72,8 @@ def export_hf(
     ties = FAMILIES[cfg.family].ties(cfg)
     tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
-    config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original)
+    classes = (model.facts.run.get("data") or {}).get("classes", ())
+    config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original, classes=classes)
     write_folder(folder, typed, source, max_shard_bytes=max_shard_bytes, texts=texts, config=config)
     comparison = NOT_COMPARED
     if compares:

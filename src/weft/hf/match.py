@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from weft.config.hf.mapping import EXPERT, HFMapping, Slice, WeightMapping, WeightRule
+from weft.config.hf.mapping import EXPERT, SCORE, HFMapping, Slice, WeightMapping, WeightRule
 from weft.config.hf.read_config import hf_mappings
 from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some, list_tensors
 from weft.core.model_config import ModelConfig
@@ -90,12 +90,15 @@ def match_tensors(
     entries = add_prefix(listed, mapping)
     _check_size(cfg, entries, folder)
     rules = _select_rules(mapping, cfg, entries)
+    if SCORE.tensor not in entries:  # of a language model: the head for labels is drawn
+        rules = [rule for rule in rules if rule.param != SCORE.param]
     owner_rules = [rule for rule in rules if rule.param not in ties]
     alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
     matching = _Matching(entries=entries, cfg=cfg, folder=folder)
     params = matching.find_sources(owner_rules)
     aliases = matching.find_sources(alias_rules)
-    ignored = (*mapping.ignored, *mapping.unused(cfg))
+    head_of_vocabulary = ("lm_head.weight",) if getattr(cfg, "labels", 0) else ()
+    ignored = (*mapping.ignored, *mapping.unused(cfg), *head_of_vocabulary)
     matching.check_all_used([*params.values(), *aliases.values()], ignored)
     matching.faults.extend(_slice_faults(params.values(), folder))
     if matching.faults:

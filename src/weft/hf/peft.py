@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.hf.mapping import EXPERT, WeightRule
+from weft.config.hf.mapping import EXPERT, SCORE, WeightRule
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.model_config import ModelConfig
@@ -99,9 +99,10 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
     multiples = {
         target.module: len(target.linears) for target in targets if len(target.linears) > 1
     }
+    is_scored = bool(getattr(cfg, "labels", 0))
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_scored else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": _whole_number(lora.alpha),
@@ -114,9 +115,9 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
         "lora_dropout": lora.dropout,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": lora.dora,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": [SCORE.tensor.removesuffix(WEIGHT)] if is_scored else None,
         "inference_mode": True,
     }
 

@@ -1,4 +1,4 @@
-"""Preference pairs with drawn tokens, for proofs whose run has other data: rows of one to three pairs, some of them cut."""
+"""Pairs and labelled texts with drawn tokens, for proofs whose run has other data: rows of one to three, some of them cut."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.schema import SCORED, LossName
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
 from weft.data.tokens import TokenStream
 
@@ -17,10 +18,13 @@ PAIRS_A_SEQUENCE = 3
 MIN_PAIRS = 12
 
 
-def drawn_pairs(*, vocab: int, seq_len: int, global_size: int) -> ConversationSamples:
+def drawn_records(
+    *, vocab: int, seq_len: int, global_size: int, loss: LossName, num_classes: int
+) -> ConversationSamples:
     """Pairs of a prompt with two answers of different lengths, one pair of eight longer than a
-    sequence.
+    sequence; or labelled texts, one of eight as long as a sequence.
     """
+    group = 1 if num_classes else PAIR
     generator = np.random.default_rng(SEED)
     num_pairs = max(MIN_PAIRS, PAIRS_A_SEQUENCE * global_size)
     parts: list[NDArray[np.int64]] = []
@@ -28,11 +32,15 @@ def drawn_pairs(*, vocab: int, seq_len: int, global_size: int) -> ConversationSa
     for number in range(num_pairs):
         longest = seq_len if number % 8 == 7 else max(seq_len // 5, 2)
         prompt = generator.integers(vocab, size=generator.integers(1, max(seq_len // 8, 2)))
-        for _ in range(PAIR):
+        for _ in range(group):
             answer = generator.integers(vocab, size=generator.integers(2, longest + 1))
             parts.append(np.concatenate((prompt, answer)))
             masks.append(np.repeat(np.array([0, 1], np.uint8), (len(prompt), len(answer))))
     bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     stream = TokenStream((Path(SOURCE),), (np.concatenate(parts),), vocab=vocab, documents=bounds)
-    data = Conversations(stream, np.concatenate(masks), group=PAIR)
+    if num_classes:
+        for mask in masks:
+            mask[0] = 1 + generator.integers(num_classes)
+    known = loss if loss in SCORED else ""
+    data = Conversations(stream, np.concatenate(masks), group=group, format=known)
     return ConversationSamples(data, seq_len, SOURCE)

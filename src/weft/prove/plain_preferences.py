@@ -16,6 +16,7 @@ from weft.data.order import Ints
 from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.dropout_mode import run_block
 
+REWARD = "reward"
 LOSS = "loss"
 """The block that computes the loss, the last one of a chain."""
 
@@ -145,6 +146,27 @@ class PlainPreferenceLoss(nn.Module):
             chosen = _answer(policy_BS, batch, row=row, document=number)
             rejected = _answer(policy_BS, batch, row=row, document=number + 1)
             total = total + definition(chosen, rejected, self.dpo)
+        return total
+
+
+class PlainRewardLoss(nn.Module):
+    """The sum over pairs of -log of the probability that the chosen answer is the better one, from
+    the scores of the last token of each (Ouyang et al. 2022, equation 1).
+    """
+
+    def forward(self, scores_BS1: Tensor, batch: Batch) -> Tensor:
+        """scores -> scalar."""
+        assert batch.documents is not None, "pairs are documents"
+        assert batch.pairs is not None, "pairs are marked"
+        wide = scores_BS1.to(torch.promote_types(scores_BS1.dtype, torch.float32))
+        total = wide.new_zeros(())
+        for row, column in batch.pairs.nonzero().tolist():
+            number = int(batch.documents[row, column])
+            chosen, rejected = (
+                wide[row, int((batch.documents[row] == number + place).nonzero().max()), 0]
+                for place in range(2)
+            )
+            total = total + _plain_bradley_terry(chosen - rejected, 0.0)
         return total
 
 

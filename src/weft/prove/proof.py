@@ -37,6 +37,7 @@ MUON_EPS = 2.0**-8
 JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
 INNER_NOTE = "{} casts to {}, whatever the types of the run: bounds are those of that type"
 PAIRS_NOTE = "the preference pairs are drawn; --full compares those of the run"
+LABELS_NOTE = "the labelled texts are drawn"
 ENDED_NOTE = "after that the layout ended with an error: {}"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
@@ -93,7 +94,7 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
     error = ""
     failure: Difference | None = None
     if subject.has_drawn_pairs:
-        notes.append(PAIRS_NOTE)
+        notes.append(LABELS_NOTE if subject.run.loss == "classify" else PAIRS_NOTE)
     if _is_compared_in_float64_alone(subject):
         notes.append(JUMPS_NOTE.format(subject.optim.name))
     for each in in_number_types(subject):

@@ -62,7 +62,11 @@ def _row(samples: ConversationSamples, number: int) -> _RawRow:
         texts = list(_texts(samples, record))
         for place, text in enumerate(texts):
             is_marked = samples.has_pairs and place == 0
-            _add_document(row, text, document=document, is_marked=is_marked)
+            if samples.is_scored:
+                label = _label(samples, samples.data.group * record + place)
+                _add_scored(row, text, document=document, label=label, is_marked=is_marked)
+            else:
+                _add_document(row, text, document=document, is_marked=is_marked)
             document += 1
     for position in range(samples.seq_len - len(row.inputs)):
         row.add(0, target=IGNORE, position=position, document=document, marks=False)
@@ -105,6 +109,32 @@ def _add_document(row: _RawRow, text: list[_Token], *, document: int, is_marked:
         marks = is_marked and target != IGNORE
         row.add(token.id, target=target, position=position, document=document, marks=marks)
         is_marked = is_marked and not marks
+
+
+def _label(samples: ConversationSamples, document: int) -> int:
+    """The class of a document, which its mask tells at its first token; 0 of answers of a pair."""
+    if samples.has_pairs:
+        return 0
+    first = int(samples.data.stream.document_bounds[document])
+    marked = int(samples.data.mask[first : first + 1][0])
+    return marked - 1 if marked else 0
+
+
+def _add_scored(
+    row: _RawRow, text: list[_Token], *, document: int, label: int, is_marked: bool
+) -> None:
+    """Add the tokens of a document that is scored as a whole: its last token has the only target,
+    and marks a pair.
+    """
+    last = len(text) - 1
+    for position, token in enumerate(text):
+        row.add(
+            token.id,
+            target=label if position == last else IGNORE,
+            position=position,
+            document=document,
+            marks=is_marked and position == last,
+        )
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:

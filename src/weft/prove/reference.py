@@ -26,7 +26,13 @@ from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_buffers import PlainBuffers
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
-from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
+from weft.prove.plain_preferences import (
+    LOSS,
+    REWARD,
+    PlainPreferenceLoss,
+    PlainRewardLoss,
+    ReferenceModel,
+)
 from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step, with_draw_keys
 from weft.prove.record import rated_steps
 from weft.prove.reference_pass import ReferencePass
@@ -103,6 +109,8 @@ class Reference:
                 self.reference_model = ReferenceModel(
                     self.blocks, stored=None, perturbed=self.perturbed
                 )
+        elif task.loss == REWARD:
+            self.blocks[LOSS] = PlainRewardLoss()
         axes = family.axes(task.model)
         self.optimizer = PlainOptimizer(self.trained, task.optim, axes)
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)

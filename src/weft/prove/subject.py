@@ -15,6 +15,7 @@ from weft.config.run import Run, has_chunked_losses
 from weft.config.schema import (
     BatchConfig,
     DpoConfig,
+    LossName,
     ModelSection,
     OptimConfig,
     ParallelConfig,
@@ -34,7 +35,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.buffer_updates import updates_buffers
 from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
 from weft.prove.drawn_pairs import SOURCE as DRAWN_PAIRS
-from weft.prove.drawn_pairs import drawn_pairs
+from weft.prove.drawn_pairs import drawn_records
 from weft.prove.inner_precision import InnerPrecision, inner_precision
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.rows import Rows, open_rows
@@ -54,6 +55,7 @@ LIMITS = SizeLimits(
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
 reduced in several buckets.
 """
+CROSS_ENTROPY: LossName = "cross_entropy"
 HALF_BATCHES = 5
 """Of an epoch at reduced size: it ends within the third step."""
 UNCLIPPED = 1e6
@@ -70,7 +72,8 @@ class Task:
         family: with adapters.
         source: holds initial values; None if they are drawn.
         steps: of the learning rate schedule.
-        dpo: the loss of preference pairs; None: the loss is the cross entropy.
+        loss: which one.
+        dpo: constants of the loss of preference pairs; None: another loss.
         has_token_losses: whether heads hand on the losses of targets, not logits.
         first_unclipped: step from which the largest gradient norm is so large that nothing is
             clipped, so that a proof compares both cases; None: none.
@@ -85,6 +88,7 @@ class Task:
     types: NumberTypes
     seed: int
     steps: int
+    loss: LossName = "cross_entropy"
     dpo: DpoConfig | None = None
     has_token_losses: bool = False
     first_unclipped: int | None = None
@@ -177,33 +181,35 @@ class Subject:
             rows=rows,
             num_samples=max(HALF_BATCHES * run.batch.global_size // 2, 1),
         )
-        family = family_of(run.model, run.lora)
+        family = family_of(run.model, run.lora, neftune=run.neftune)
         last_of_several = steps if steps > 1 else None
         subject = Subject(run, family, samples, steps, first_unclipped=last_of_several)
         if run.model.kind != "tokens":
             return subject
-        if run.loss == DPO:
-            return subject._with_pairs()
+        if run.loss != CROSS_ENTROPY:
+            return subject._with_records()
         if isinstance(samples, ConversationSamples):
             return subject
         return replace(subject, samples=MaskedSamples(samples))
 
-    def _with_pairs(self) -> Subject:
-        """The same on preference pairs."""
-        if "pairs" in self.samples.facts():
+    def _with_records(self) -> Subject:
+        """The same on preference pairs, or on labelled texts."""
+        if isinstance(self.samples, ConversationSamples):
             return self
         run = self.run
-        pairs = drawn_pairs(
+        records = drawn_records(
             vocab=run.model.axis_sizes()["vocab"],
             seq_len=run.data.seq_len,
             global_size=run.batch.global_size,
+            loss=run.loss,
+            num_classes=len(run.data.classes),
         )
-        return replace(self, samples=pairs)
+        return replace(self, samples=records)
 
     @staticmethod
     def of_recorded(run: Run, *, steps: int) -> Subject:
         """The subject of a run as it was trained: its data is as it is."""
-        family = family_of(run.model, run.lora)
+        family = family_of(run.model, run.lora, neftune=run.neftune)
         return Subject(run, family, open_data(run.data, run.model), steps)
 
     # the same model and data in another run
@@ -296,6 +302,7 @@ class Subject:
             types=self.types,
             seed=run.seed,
             steps=run.steps,
+            loss=run.loss,
             dpo=run.dpo if run.loss == DPO else None,
             has_token_losses=has_chunked_losses(run),
             first_unclipped=self.first_unclipped,

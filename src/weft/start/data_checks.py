@@ -46,15 +46,17 @@ def source_faults(
 
 
 def kind_faults(samples: Samples, loss: str) -> Iterator[Fault]:
-    """Preference pairs are trained on by dpo, and nothing else is."""
+    """Preference pairs are trained on by dpo and as rewards, and nothing else is."""
     has_pairs = "pairs" in samples.facts()
+    if loss == "classify":
+        return
     if has_pairs and loss == CROSS_ENTROPY:
         what = "cross entropy would imitate rejected answers as well"
         yield Fault("loss", what, got="preference pairs", fix="--loss dpo")
     if not has_pairs and loss != CROSS_ENTROPY:
         need = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
         fix = "--data.format preference, or --loss cross_entropy"
-        yield Fault("loss", "dpo needs preference pairs", got="other data", need=need, fix=fix)
+        yield Fault("loss", f"{loss} needs preference pairs", got="other data", need=need, fix=fix)
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:

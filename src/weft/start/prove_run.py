@@ -13,6 +13,7 @@ from weft.config.changed_runs import changes
 from weft.config.checks import Check, run_checks
 from weft.config.load import load
 from weft.config.run import Run
+from weft.config.schema import SCORED
 from weft.config.small_layers import layer_kinds
 from weft.config.user_code import file_folder
 from weft.core.axes import local_update_axis
@@ -22,22 +23,23 @@ from weft.models.code_of_run import code_of_run
 from weft.prove.against.support import check_support
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
-from weft.prove.rows import Rows
+from weft.prove.rows import STDLIB, Rows
 from weft.start.checked_run import set_openmp_policy
 from weft.start.data_checks import CROSS_ENTROPY
 from weft.start.preflight import data_checks
 from weft.start.prove_parts import recorded_coverage, trained_coverage
 
-STDLIB = "stdlib"
-"""The data of a config that names none."""
 STORED_WEIGHTS = ("model.from_hf", "lora.base")
 WEIGHTS_NOTE = "the weights of {} are compared with --full only"
 
 
 def proof_data_checks(run: Run) -> tuple[Check, ...]:
-    """The checks of the data of a proof, which draws preference pairs where none are named."""
+    """The checks of the data of a proof, which draws pairs and labelled texts where none are named."""
     names_data = run.data.source != STDLIB or bool(run.data.mix)
-    return data_checks(run if names_data else run.with_values({"loss": CROSS_ENTROPY}))
+    values = {"loss": CROSS_ENTROPY}
+    if run.loss in SCORED:
+        values["data.format"] = "text"
+    return data_checks(run if names_data else run.with_values(values))
 
 
 def prove_config(

@@ -30,6 +30,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import example_of
 from weft.models.common.lora import adapted
+from weft.models.common.neftune import noisy
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
@@ -97,9 +98,9 @@ def build_model(
     return replace(model, materialize=initialize)
 
 
-def family_of(model: ModelSection, lora: LoraConfig) -> Family:
-    """The family of a model, with its adapters, if any."""
-    return adapted(FAMILIES[model.name], lora)
+def family_of(model: ModelSection, lora: LoraConfig, *, neftune: float = 0.0) -> Family:
+    """The family of a model, with its adapters and the noise on its embeddings, if any."""
+    return noisy(adapted(FAMILIES[model.name], lora), neftune)
 
 
 def check_initial_parameters(model: ModelSection) -> None:

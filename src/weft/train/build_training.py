@@ -20,6 +20,7 @@ from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.code_of_run import code_of_run
 from weft.models.common.preference import with_preference_loss
+from weft.models.common.score_losses import with_score_loss
 from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
@@ -81,11 +82,11 @@ def step_groups(run: Run) -> StepGroups:
 
 
 def loss_family(run: Run) -> Family:
-    """The family of a run's model, with its adapters and its loss."""
-    family = family_of(run.model, run.lora)
+    """The family of a run's model, with its adapters, its noise and its loss."""
+    family = family_of(run.model, run.lora, neftune=run.neftune)
     if run.loss == DPO:
         return with_preference_loss(family, run.dpo)
-    return family
+    return with_score_loss(family, run.loss)
 
 
 def step_config(run: Run) -> StepConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from weft.core.dimension import replicated_axes
 from weft.data.order import Ints
 from weft.data.samples import num_evaluated
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.preference import LOSS_BLOCK
+from weft.models.common.score_losses import counts_right
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.pp import AXIS as PP
@@ -38,6 +41,8 @@ class EvalReport:
         num_bytes: bytes of the targets' text; 0 where they are not counted.
         has_perplexity: whether the loss is that of tokens or classes, not of preference pairs or of
             arrays.
+        accuracy: share of texts whose class, or of pairs whose better answer, has the largest score;
+            None: nothing is scored.
     """
 
     loss: float
@@ -45,6 +50,7 @@ class EvalReport:
     seconds: float
     num_bytes: int = 0
     has_perplexity: bool = True
+    accuracy: float | None = None
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -83,6 +89,7 @@ class Evaluation:
         self.loader = loader
         self.most_batches = most_batches
         self.player = ForwardPlayer(model)
+        self.scores = counts_right(model.blocks.get(LOSS_BLOCK))
 
     def __call__(self) -> EvalReport:
         """Evaluate; every rank must call it."""
@@ -92,27 +99,43 @@ class Evaluation:
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
         is_last_stage = comm.index(PP) == last_stage_rank
         has_perplexity = True
-        local = torch.zeros(3, dtype=torch.float64, device=comm.device)
+        local = torch.zeros(5, dtype=torch.float64, device=comm.device)
         num_samples = num_evaluated(self.loader.samples, self.loader.global_size)
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
             first = micro_batches[0]
             has_perplexity = first.pairs is None and first.fields is None
-            loss = self.player.loss(micro_batches)
+            with self._counted() as num_right:
+                loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if is_first_copy and is_last_stage:
                 num_bytes = sum(self._num_bytes(batch) for batch in micro_batches)
-                sums = (loss, targets.double(), loss.new_tensor(num_bytes))
+                is_scored = loss.new_tensor(self.scores is not None)
+                sums = (loss, targets.double(), loss.new_tensor(num_bytes), num_right, is_scored)
                 local += torch.stack(sums)
-        loss_sum, num_targets, num_bytes = comm.sum_world(local).tolist()
+        totals = comm.sum_world(local).tolist()
+        loss_sum, num_targets, num_bytes, num_right_texts, is_scored_world = totals
         comm.check_connections()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),
             targets=int(num_targets),
             seconds=time.perf_counter() - start,
-            num_bytes=int(num_bytes),
-            has_perplexity=has_perplexity,
+            num_bytes=0 if is_scored_world else int(num_bytes),
+            has_perplexity=has_perplexity and not is_scored_world,
+            accuracy=num_right_texts / max(num_targets, 1) if is_scored_world else None,
         )
+
+    @contextmanager
+    def _counted(self) -> Iterator[Tensor]:
+        """The number of texts or pairs that this rank has judged rightly, a sum until the end."""
+        num_right = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
+        if self.scores is not None:
+            self.scores.on_right = lambda number: num_right.add_(number)
+        try:
+            yield num_right
+        finally:
+            if self.scores is not None:
+                self.scores.on_right = None
 
     def _num_bytes(self, batch: Batch) -> int:
         """Bytes of the text of the targets that count; a token that the tokenizer does not know has
@@ -143,6 +166,8 @@ def eval_event(step: int, report: EvalReport) -> dict[str, Any]:
     event: dict[str, Any] = {"event": "eval", "step": step, "loss": report.loss}
     if report.has_perplexity:
         event["perplexity"] = report.perplexity
+    if report.accuracy is not None:
+        event["accuracy"] = report.accuracy
     event["tokens"] = report.targets
     event["seconds"] = report.seconds
     return event

@@ -118,7 +118,8 @@ def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> 
         return text
     num_linears = len(adapted_linears(lora.targets, model.linears()))
     linears = counted(num_linears, "linear")
-    return f"{text}; trains only adapters of rank {lora.rank} on {linears}"
+    magnitudes = " with magnitudes" if lora.dora else ""
+    return f"{text}; trains only adapters{magnitudes} of rank {lora.rank} on {linears}"
 
 
 def optimizer_group_notes(step: TrainStep, optim: OptimConfig) -> Iterator[Event]:

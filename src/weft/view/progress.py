@@ -196,15 +196,16 @@ def _has_images(run: Event) -> bool:
 
 
 def _unit_of(run: Event) -> str:
-    """`tokens`, `pairs` of a run on preference pairs, `images`; of arrays `targets`, or `samples` where
-    each is one target.
+    """`tokens`, `pairs` of a run on preference pairs, `texts` that are classified, `images`; of arrays
+    `targets`, or `samples` where each is one target.
     """
     data = run.get("data")
     arrays = data.get("arrays") if isinstance(data, Mapping) else None
     if isinstance(arrays, Mapping):
         return "targets" if "[]" not in str(arrays.get("targets", "[]")) else "samples"
-    if isinstance(data, Mapping) and "pairs" in data:
-        return "pairs"
+    for unit in ("pairs", "texts"):
+        if isinstance(data, Mapping) and unit in data:
+            return unit
     return "images" if _has_images(run) else "tokens"
 
 
@@ -325,6 +326,8 @@ def _eval_text(event: Event, unit: str) -> str:
     results = [f"loss {loss:.4f}{loss_unit(unit)}"]
     if "perplexity" in event:
         results.append(f"perplexity {event['perplexity']:,.2f}")
+    if "accuracy" in event:
+        results.append(f"accuracy {event['accuracy']:.1%}")
     count_of_unit = event.get("tokens", 0)
     results.append(f"{count_of_unit:,} {unit}")
     return f"evaluated after step {step}: {', '.join(results)}"

@@ -1,4 +1,4 @@
-"""Mutants of dropout: masks of another step, sequence, layer, column, head or feature, of a recomputation, in an evaluation."""
+"""Mutants of dropout and of noise: numbers of another step, sequence, layer, column, head or feature, in an evaluation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from weft_selftest.mutants.data_faults import Calls
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
 DROPOUT = "--model.dropout 0.1"
+NOISE = "--neftune 5"
 KEYS = "weft.train.data_loader:draw_keys"
 BATCHES = "weft.train.data_loader:DataLoader.batches"
 MICRO_BATCHES = "weft.train.data_loader:DataLoader.micro_batches"
@@ -99,6 +100,15 @@ def own_columns(columns: Callable[..., Tensor], attention: Any, index: int, devi
 def all_heads_first(select: Callable[..., Any], draws: Any, chosen: slice) -> Any:
     """Heads are counted from 0 on each rank."""
     return select(draws, slice(0, chosen.stop - chosen.start))
+
+
+def by_own_documents(forward: Callable[..., Any], block: Any, x: Tensor, batch: Batch) -> Any:
+    """Documents are counted in the columns of a rank, repeated."""
+    whole = batch.whole_documents
+    if whole is not None:
+        num_parts = whole.shape[1] // batch.documents.shape[1]  # type: ignore[union-attr]
+        batch = replace(batch, whole_documents=torch.cat([batch.documents] * num_parts, 1))
+    return forward(block, x, batch)
 
 
 @dataclass
@@ -241,6 +251,26 @@ MUTANTS = (
         MutantLayout("tp2", family="gpt2", options=f"{DROPOUT} --parallel.sequence True"),
         (FunctionFault(SHARDING_RANK, first_tensor_rank),),
         axes=(TP_AXIS,),
+        blocks=("embed",),
+    ),
+    Mutant(
+        "context_ranks_have_the_noise_of_their_own_columns",
+        "noise is counted from the first column of a rank",
+        MutantLayout("cp2", options=NOISE),
+        (FunctionFault(SHARDING_RANK, first_context_rank),),
+        axes=(CP_AXIS,),
+        blocks=("embed",),
+    ),
+    Mutant(
+        "noise_has_the_amplitude_of_a_rank_s_part_of_a_document",
+        "lengths are those of documents within the columns of a rank",
+        MutantLayout("cp2", options=f"{NOISE} --parallel.context allgather", documents=True),
+        (
+            FunctionFault(
+                "weft.parallel.model.dropout_blocks:DroppingBlock.forward", by_own_documents
+            ),
+        ),
+        axes=(CP_AXIS,),
         blocks=("embed",),
     ),
 )

@@ -184,6 +184,11 @@ def adapter_behind_the_sum(
     return y if module.bias is None else y + module.bias
 
 
+def own_squares(_sum: Callable[..., Tensor], _module: RowParallelLinear, squares: Tensor) -> Tensor:
+    """Squares of a rank's part of each row are taken for those of the row."""
+    return squares
+
+
 def norm_taken_for_partial(axes_with: Callable[..., Any], partial: Any, name: str) -> Any:
     """The gradient of one norm, equal on all tensor ranks, is taken for a partial sum."""
     return (TP_AXIS,) if name == "layer1.mlp_norm.weight" else axes_with(partial, name)
@@ -455,6 +460,18 @@ MUTANTS = (
         "A is drawn from the first shard",
         LORA,
         (FunctionFault(INIT, first_shard_of(LORA_A)),),
+        axes=AXIS,
+        blocks=("layer*",),
+    ),
+    Mutant(
+        "norms_of_magnitudes_are_those_of_a_shard",
+        "rows of row-parallel weights are shorter on each rank",
+        MutantLayout("tp2", options="--lora.rank 3 --lora.dora True"),
+        (
+            FunctionFault(
+                "weft.parallel.tensor.linear:RowParallelLinear._sum_over_ranks", own_squares
+            ),
+        ),
         axes=AXIS,
         blocks=("layer*",),
     ),

@@ -245,6 +245,13 @@ def uses_all(cfg: Any) -> tuple[str, ...]:
     return ()
 
 
+HEAD = "head.proj.weight"
+SCORE = WeightRule("head.score.weight", "score.weight")
+"""Of a model with labels, in place of the head for the vocabulary."""
+SCORE_SUFFIX = "ForSequenceClassification"
+"""Of transformers' classes with such a head."""
+
+
 @dataclass(frozen=True)
 class WeightMapping:
     """One family's tensors.
@@ -273,8 +280,9 @@ class WeightMapping:
         if self.own is not None:
             yield from self.own(cfg)
         indices = self.index_sets(cfg)
+        is_scored = bool(getattr(cfg, "labels", 0))
         for rule in self.rules:
-            yield from rule.expand(indices)
+            yield from (SCORE if is_scored and rule.param == HEAD else rule).expand(indices)
 
 
 @dataclass(frozen=True)
@@ -284,12 +292,19 @@ class HFMapping:
     Attributes:
         architecture: transformers' class, as in `architectures` of config.json.
         model_type: as in config.json.
+        scored: transformers' class with a head for labels, where its name is another one.
     """
 
     architecture: str
     model_type: str
     config: ConfigMapping
     weights: WeightMapping
+    scored: str = ""
+
+    @property
+    def scored_architecture(self) -> str:
+        """transformers' class with a head for labels."""
+        return self.scored or self.architecture.removesuffix("ForCausalLM") + SCORE_SUFFIX
 
 
 class ConfigFamily(Protocol):

@@ -69,9 +69,17 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
         raise CheckpointError(*faults)
     return DescribedModel(
         family=family.Config.family,
-        fields=_read_fields(config, mapping.config),
+        fields={**_read_fields(config, mapping.config), **_labels(config, mapping)},
         suggested=_probe_tensors(folder, config, mapping.config),
     )
+
+
+def _labels(config: Json, mapping: HFMapping) -> Flat:
+    """The number of labels of a model that scores texts; transformers' default is 2."""
+    if _architecture(config) != mapping.scored_architecture:
+        return {}
+    names = config.get("id2label")
+    return {"labels": len(names) if names else config.get("num_labels", 2)}
 
 
 def hf_mappings(families: Families) -> dict[str, HFMapping]:
@@ -93,7 +101,7 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
         if architecture is None:
             is_match = mapping.model_type == model_type
         else:
-            is_match = mapping.architecture == architecture
+            is_match = architecture in (mapping.architecture, mapping.scored_architecture)
         if is_match:
             return families[name], mapping
     own = architectures().get(str(model_type))

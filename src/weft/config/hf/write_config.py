@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.config.hf.mapping import IGNORED, Families, HFMapping, Json
@@ -15,7 +15,12 @@ REWRITTEN = frozenset(("dtype", "transformers_version"))
 
 
 def config_json(
-    mapping: HFMapping, cfg: ModelConfig, *, dtype: str, original: Json | None = None
+    mapping: HFMapping,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    original: Json | None = None,
+    classes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """config.json of a model without `unwritable` faults.
 
@@ -23,6 +28,7 @@ def config_json(
         dtype: of its tensors, torch's name.
         original: config.json that the model was imported with: its keys that change no logit are
             kept.
+        classes: names of the labels; none: those of transformers.
     """
     table = mapping.config
     if table.whole is not None:
@@ -37,7 +43,12 @@ def config_json(
             if name in IGNORED | table.ignored and name not in REWRITTEN
         }
     )
-    found["architectures"] = [mapping.architecture]
+    labels = getattr(cfg, "labels", 0)
+    found["architectures"] = [mapping.scored_architecture if labels else mapping.architecture]
+    if labels:
+        known = classes or [f"LABEL_{number}" for number in range(labels)]
+        found["id2label"] = {str(number): name for number, name in enumerate(known)}
+        found["label2id"] = {name: number for number, name in enumerate(known)}
     found["model_type"] = mapping.model_type
     found["torch_dtype"] = dtype
     values = {}

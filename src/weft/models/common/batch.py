@@ -66,6 +66,11 @@ class Batch:
         """
         return None if self.documents is None else document_runs(self.documents)
 
+    @property
+    def documents_of_sequences(self) -> Tensor | None:
+        """documents_BT of whole sequences; None: each is one document."""
+        return self.documents if self.whole_documents is None else self.whole_documents
+
     @cached_property
     def of_whole_sequences(self) -> Batch:
         """The same with the documents of whole sequences, for attention that exchanges its columns."""

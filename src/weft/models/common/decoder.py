@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.decoder_config import DecoderConfig, DenseConfig
-from weft.models.common.layers import Attention, DecoderLayer, Embed, Head, Loss, SwiGLU
+from weft.models.common.layers import Attention, DecoderLayer, Embed, Loss, SwiGLU, head_of
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.rope import Rope
 
@@ -102,10 +102,9 @@ def chain_builders(
     return builders
 
 
-def _head(cfg: DecoderConfig, norm: type[nn.RMSNorm]) -> Head:
+def _head(cfg: DecoderConfig, norm: type[nn.RMSNorm]) -> nn.Module:
     last_norm = norm(cfg.dim, eps=cfg.norm_eps)
-    proj = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-    return Head(last_norm, proj)
+    return head_of(last_norm, cfg.dim, vocab=cfg.vocab, labels=cfg.labels)
 
 
 def chain_blocks(

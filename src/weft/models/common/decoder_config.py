@@ -39,6 +39,14 @@ HeadSize = Annotated[
     int,
     Field(ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim"),
 ]
+Labels = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=254,
+        description="outputs of a head that scores texts: classes, 1 of a reward model; 0: a language model",
+    ),
+]
 RopeTheta = Annotated[float, Field(gt=0, description="base of RoPE's wavelengths")]
 
 
@@ -58,6 +66,7 @@ class DecoderConfig(ModelConfig):
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="the head projects with the token embedding")
     rope_theta: RopeTheta = 10_000.0
+    labels: Labels = 0
 
     if TYPE_CHECKING:
 
@@ -106,7 +115,8 @@ class DecoderConfig(ModelConfig):
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         layers = [self.layer_flops(layer, seq_len) for layer in range(self.layers)]
-        return decoder_specs(dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=layers)
+        outputs = self.labels or self.vocab
+        return decoder_specs(dim=self.dim, outputs=outputs, seq_len=seq_len, layer_flops=layers)
 
     def linears(self) -> LinearShapes:
         widths = {
@@ -180,14 +190,18 @@ def attention_flops(seq_len: int, width: int, *, window: int | None) -> float:
 def decoder_specs(
     *,
     dim: int,
-    vocab: int,
+    outputs: int,
     seq_len: int,
     layer_flops: Sequence[float],
     side_flops: Mapping[str, float] | None = None,
 ) -> tuple[BlockSpec, ...]:
-    """Specs of the chain "embed", "layer0", ..., side blocks, "head", "loss"."""
+    """Specs of the chain "embed", "layer0", ..., side blocks, "head", "loss".
+
+    Args:
+        outputs: of the head: the vocabulary, or labels.
+    """
     hidden = ("batch", "seq", dim)
-    logits = ("batch", "seq", vocab)
+    logits = ("batch", "seq", outputs)
     specs = [BlockSpec("embed", 0.0, hidden, is_layer=False)]
     for layer, flops in enumerate(layer_flops):
         layer_spec = BlockSpec(f"layer{layer}", flops, hidden, is_layer=True)
@@ -195,7 +209,7 @@ def decoder_specs(
     for name, flops in (side_flops or {}).items():
         side_spec = BlockSpec(name, flops, hidden, is_layer=False)
         specs.append(side_spec)
-    head_flops = linear_flops(seq_len, dim * vocab)
+    head_flops = linear_flops(seq_len, dim * outputs)
     head = BlockSpec("head", head_flops, logits, is_layer=False)
     loss = BlockSpec("loss", 0.0, (), is_layer=False)
     return (*specs, head, loss)
@@ -210,6 +224,7 @@ DECODER_AXES: AxisTable = {
     "layer*.mlp_norm.weight": ("norm",),
     "head.norm.weight": ("norm",),
     "head.proj.weight": ("vocab", "embed"),
+    "head.score.weight": ("labels", "embed"),
 }
 """Logical axes of all but the feed-forward part; families add the rows below that apply to them."""
 
@@ -227,7 +242,8 @@ QKV_BIAS_AXES: AxisTable = {
 
 def decoder_ties(cfg: DecoderConfig) -> dict[str, str]:
     """Alias -> owner: with `tied`, the head projects with the token embedding."""
-    return {"head.proj.weight": "embed.tok.weight"} if cfg.tied else {}
+    is_tied = cfg.tied and not cfg.labels
+    return {"head.proj.weight": "embed.tok.weight"} if is_tied else {}
 
 
 def residual_std(num_layers: int) -> float:
@@ -247,6 +263,7 @@ def decoder_init(cfg: DecoderConfig) -> dict[str, Draw]:
         "layer*.attn.o.weight": ("normal", residual_std(cfg.layers)),
         "*norm.weight": ("ones",),
         "head.proj.weight": ("normal", INIT_STD),
+        "head.score.weight": ("normal", INIT_STD),
     }
 
 

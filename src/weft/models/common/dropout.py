@@ -58,27 +58,57 @@ class DropoutDraws:
 
     def factors(self, dtype: torch.dtype) -> Tensor:
         """What entries are multiplied with, 0 or 1 / (1 - p): [B, *dims]."""
+        rows, columns = self._rows_and_columns()
+        return self._by_dims(self.factors_of(rows, columns, dtype))
+
+    def uniform(self, dtype: torch.dtype) -> Tensor:
+        """Numbers between -1 and 1, each as likely: [B, *dims]."""
+
+        def fill(bits: Tensor, out: Tensor) -> None:
+            out.copy_(bits).add_(0.5).mul_(2.0**-31)
+
+        rows, columns = self._rows_and_columns()
+        return self._by_dims(self._filled(rows, columns, dtype, fill))
+
+    def factors_of(self, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of rows and columns of these numbers: [B, rows, columns]."""
+        if self.p >= 1:
+            shape = (len(self.sequence_keys), len(rows), len(columns))
+            return torch.zeros(shape, dtype=dtype, device=rows.device)
+        scale = _scale(self.p, dtype)
+        least = round(self.p * 2**32) - 2**31
+
+        def fill(bits: Tensor, out: Tensor) -> None:
+            torch.mul(bits >= least, scale, out=out)
+
+        return self._filled(rows, columns, dtype, fill)
+
+    def _filled(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        dtype: torch.dtype,
+        fill: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
+        """[B, rows, columns] of numbers that `fill` makes of 32 bits each, in its second argument."""
+        keys = hash_64(self.sequence_keys * GOLDEN_64 + self.call)
+        row_keys = row_keys_of(rows, keys[:, None]).flatten(1).unsqueeze(-1)
+        out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)
+        for chunk in _chunks(out):
+            fill(hash_columns(columns, row_keys[:, chunk]), out[chunk])
+        return out.view(len(keys), len(rows), len(columns))
+
+    def _rows_and_columns(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the rows of all dims but the last one, and of its columns."""
         *row_dims, column_dim = self.dims or (DimEntries.whole(1),)
         device = self.sequence_keys.device
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         for dim in row_dims:
             rows = (rows[:, None] * dim.length + _places(dim, device)).flatten()
-        found = self.factors_of(rows, _places(column_dim, device), dtype)
-        return found.reshape(len(self.sequence_keys), *map(_num_entries, self.dims))
+        return rows, _places(column_dim, device)
 
-    def factors_of(self, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same for rows and columns of these numbers: [B, rows, columns]."""
-        keys = hash_64(self.sequence_keys * GOLDEN_64 + self.call)
-        row_keys = row_keys_of(rows, keys[:, None]).flatten(1).unsqueeze(-1)
-        out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)
-        if self.p >= 1:
-            return out.zero_().view(len(keys), len(rows), len(columns))
-        scale = _scale(self.p, dtype)
-        least = round(self.p * 2**32) - 2**31
-        for chunk in _chunks(out):
-            bits = hash_columns(columns, row_keys[:, chunk])
-            torch.mul(bits >= least, scale, out=out[chunk])
-        return out.view(len(keys), len(rows), len(columns))
+    def _by_dims(self, found: Tensor) -> Tensor:
+        return found.reshape(len(self.sequence_keys), *map(_num_entries, self.dims))
 
 
 def _num_entries(dim: DimEntries) -> int:

@@ -43,6 +43,7 @@ from weft.models.common.dropout import (
     drop_path,
     times_factors,
 )
+from weft.models.common.embedding_noise import NOISE, add_noise, embedding_noise
 
 CallShards = tuple[DimShard, ...]
 """How each dim of the tensor of one call is sharded."""
@@ -60,6 +61,7 @@ class CounterDropout(TorchFunctionMode):
         sequence_keys: int64 [B] of the batch; None: nothing is dropped.
         calls: how the tensor of each call is sharded; None: it is whole.
         rank: the rank's place among the shards.
+        documents_BT: documents of whole sequences, of which noise is a function; None: each is one.
 
     Attributes:
         num_calls: calls so far that drop something.
@@ -72,12 +74,14 @@ class CounterDropout(TorchFunctionMode):
         *,
         calls: Sequence[CallShards] | None = None,
         rank: ShardingRank = ONE_DEVICE,
+        documents_BT: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.block = block
         self.sequence_keys = sequence_keys
         self.calls = calls
         self.rank = rank
+        self.documents_BT = documents_BT
         self.num_calls = 0
 
     def __torch_function__(
@@ -164,12 +168,16 @@ class HasDrawKeys(Protocol):
     def draw_keys(self) -> Tensor | None:
         """int64 [B]; None: nothing is dropped."""
 
+    @property
+    def documents_of_sequences(self) -> Tensor | None:
+        """documents_BT of whole sequences; None: each is one."""
+
 
 def run_block(name: str, block: nn.Module, x: Any, batch: HasDrawKeys) -> Any:
     """The output of a plain block on whole sequences, in which dropout is by counter."""
     if has_compiled(block):
         return block(x, batch)
-    with CounterDropout(name, batch.draw_keys):
+    with CounterDropout(name, batch.draw_keys, documents_BT=batch.documents_of_sequences):
         return block(x, batch)
 
 
@@ -201,7 +209,7 @@ def probabilities(block: nn.Module) -> tuple[float, ...]:
 
 
 def _probabilities(module: nn.Module) -> Iterator[float]:
-    for name in ("p", "dropout", "lora_dropout"):
+    for name in ("p", "dropout", "lora_dropout", NOISE):
         p = getattr(module, name, None)
         if isinstance(p, int | float):
             yield p
@@ -264,6 +272,11 @@ def _path(mode: CounterDropout, x: Tensor, p: float, training: bool = True) -> T
         return found.view(-1, *[1] * (x.dim() - 1))
 
     return times_factors(x, factors)
+
+
+def _embedding_noise(mode: CounterDropout, x: Tensor, alpha: float) -> Tensor:
+    draws = mode.draws(x, tuple(x.shape), 0.0)
+    return x if draws is None else add_noise(x, draws, alpha, mode.documents_BT)
 
 
 def _alpha_dropout(
@@ -382,5 +395,6 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _multi_head_attention,
     attention_draws: CounterDropout.draws_of_attention,
     drop_path: _path,
+    embedding_noise: _embedding_noise,
 }
 """Functions that drop out -> what is called in their place, with the mode first."""

@@ -149,6 +149,28 @@ class Head(nn.Module):
         return self.head_output(self.proj, self.norm(x_BSD), batch)
 
 
+class ScoreHead(nn.Module):
+    """The last norm and scores_BSL of each token, for its label or as a reward; the loss reads those
+    of the last token of each text.
+    """
+
+    def __init__(self, norm: nn.Module, score: nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.score = score
+
+    def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
+        scores_BSL: Tensor = self.score(self.norm(x_BSD))
+        return scores_BSL
+
+
+def head_of(norm: nn.Module, dim: int, *, vocab: int, labels: int) -> Head | ScoreHead:
+    """The head of a language model, or one for labels."""
+    if labels:
+        return ScoreHead(norm, nn.Linear(dim, labels, bias=False))
+    return Head(norm, nn.Linear(dim, vocab, bias=False))
+
+
 class RegionInput(nn.Module):
     """Seam: where a tensor-parallel region begins, for a module whose sharded part starts before
     its first sharded linear.

@@ -2,14 +2,23 @@
 
     y = W x + b + (alpha / rank) B A drop(x)    A: rank x in, drawn by its name; B: out x rank, zero
 
+Note [Magnitudes of DoRA]
+    DoRA (Liu et al. 2024) trains the norm of each row of the sum V = W + (alpha / rank) B A, too:
+
+        y = (m / |V|) (W x + (alpha / rank) B A drop(x)) + b        m = |W| + d, d zero at the start
+
+    with |.| the norms of rows, and |V| a constant in the backward (section 4.3). The parameter is d,
+    not m: its gradient and its updates are those of m, and a run starts as its base, bit for bit. A
+    linear whose input features are sharded adds the squares of its part of each row over the ranks.
+
 `AdaptedFamily` is a `Family` whose models have adapters; it works under any layout. Its tables are
-those of the plain family, plus two rows for every row of a matrix: A has the linear's input axis, B
-its output axis, and the rank between them is an axis that is never sharded.
+those of the plain family, plus rows for every row of a matrix: A has the linear's input axis, B and
+magnitudes its output axis, and the rank between A and B is an axis that is never sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,14 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.hf.mapping import HFMapping
-from weft.config.lora import LORA_A, LORA_B, adapted_linears
+from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.models import Family, builders_of
+from weft.models.common.layers import ScoreHead
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.moe import Router
 
 FACTORS = ("lora_a", "lora_b")
+MAGNITUDE = "lora_magnitude"
 
 
 class LoraFactor(nn.Module):
@@ -45,11 +56,20 @@ class LoraFactor(nn.Module):
         return F.linear(x, self.weight)
 
 
+class LoraMagnitude(nn.Module):
+    """What is added to the norms of the rows of a linear; see Note [Magnitudes of DoRA]."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features))
+
+
 class LoraLinear(nn.Linear):
     """A linear with an adapter; both read the same x, and their results are summed first."""
 
     lora_a: LoraFactor
     lora_b: LoraFactor
+    lora_magnitude: LoraMagnitude | None
     lora_dropout: float
 
     @classmethod
@@ -65,16 +85,18 @@ class LoraLinear(nn.Linear):
         self.lora_dropout = lora.dropout
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
         self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
+        self.lora_magnitude = LoraMagnitude(linear.out_features) if lora.dora else None
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        return plus_adapter(self, input, super().forward(input))
+        y = F.linear(input, self.weight, bias_before_magnitude(self))
+        return with_magnitude(self, plus_adapter(self, input, y))
 
 
 def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
     """Register the adapter of `source` in `module`, or none."""
     vars(module)["lora_dropout"] = dropout_of(source)
-    for name in FACTORS:
+    for name in (*FACTORS, MAGNITUDE):
         factor = getattr(source, name, None)
         module.register_module(name, factor)
 
@@ -90,6 +112,55 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y + product
 
 
+def magnitude_of(module: nn.Module) -> LoraMagnitude | None:
+    """The magnitudes of a linear; None where it has none."""
+    return cast("LoraMagnitude | None", getattr(module, MAGNITUDE, None))
+
+
+def bias_before_magnitude(module: Any) -> Tensor | None:
+    """The bias, where it is added with the product: magnitudes are of the product without it."""
+    bias: Tensor | None = module.bias if magnitude_of(module) is None else None
+    return bias
+
+
+RowSums = Callable[[Tensor], Tensor]
+"""Squares of a rank's part of each row -> of the whole rows."""
+
+
+def with_magnitude(module: Any, y: Tensor, row_sums: RowSums | None = None) -> Tensor:
+    """y, the product of weight and adapter, with the magnitudes of `module` and its bias, if it has
+    magnitudes; else y.
+
+    Args:
+        row_sums: where input features are sharded.
+    """
+    magnitude = magnitude_of(module)
+    if magnitude is None:
+        return y
+    own, summed = _row_norms(module, row_sums)
+    scale = (own + magnitude.weight.to(own.dtype)) / summed  # 1 where nothing has been trained
+    y = y * scale.to(y.dtype)
+    return y if module.bias is None else y + module.bias
+
+
+@torch.no_grad()
+def _row_norms(module: Any, row_sums: RowSums | None) -> tuple[Tensor, Tensor]:
+    """|W| and |W + (alpha / rank) B A|, in float32 at least."""
+    weight: Tensor = module.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    a, b = module.lora_a.weight.to(wide), module.lora_b.weight.to(wide)
+    squares = row_squares(weight.to(wide), b @ a, scale=module.lora_b.scale)
+    if row_sums is not None:
+        squares = row_sums(squares)
+    own, summed = squares.sqrt().unbind(0)
+    return own, summed
+
+
+def row_squares(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
+    """Sums over each row of the squares of W, and of W + scale B A: [2, out]."""
+    return torch.stack([weight.square().sum(1), (weight + scale * product).square().sum(1)])
+
+
 def adapter_input(module: nn.Module, x: Tensor) -> Tensor:
     """x, of which an adapter with dropout drops entries in training."""
     p = dropout_of(module)
@@ -101,11 +172,23 @@ def dropout_of(module: nn.Module | None) -> float:
     return float(vars(module).get("lora_dropout", 0.0)) if module is not None else 0.0
 
 
-def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
-    """W + scale B A from W and B A, computed in the wider type, in the type of W."""
+def add_product(
+    weight: Tensor, product: Tensor, *, scale: float, magnitude: Tensor | None = None
+) -> Tensor:
+    """W + scale B A from W and B A, computed in the wider type, in the type of W.
+
+    Args:
+        magnitude: what is added to the norms of these rows, which are whole; see
+            Note [Magnitudes of DoRA]. Then float64 is the type, so that the result is rounded once.
+    """
     wide = torch.promote_types(weight.dtype, product.dtype)
+    if magnitude is not None:
+        wide = torch.float64
     change = scale * product.to(wide)
     merged = weight.to(wide) + change
+    if magnitude is not None:
+        own, summed = row_squares(weight.to(wide), product.to(wide), scale=scale).sqrt().unbind(0)
+        merged = merged * ((own + magnitude.to(wide)) / summed).unsqueeze(1)
     return merged.to(weight.dtype)
 
 
@@ -143,6 +226,7 @@ class AdaptedFamily:
             out_axis, in_axis = row_axes
             axes[linear + LORA_A] = ("rank", in_axis)
             axes[linear + LORA_B] = (out_axis, "rank")
+            axes[linear + LORA_M] = (out_axis,)
         return axes
 
     def ties(self, cfg: Any) -> dict[str, str]:
@@ -160,6 +244,7 @@ class AdaptedFamily:
             std = (3 * in_features) ** -0.5
             table[linear + LORA_A] = ("normal", std)
         table[f"*{LORA_B}"] = ("zeros",)
+        table[f"*{LORA_M}"] = ("zeros",)
         return table
 
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
@@ -204,8 +289,12 @@ class AdaptedFamily:
         return block
 
     def _adapt(self, name: str, block: nn.Module, paths: Sequence[str]) -> None:
-        """Freeze a block and give the linears at these paths adapters."""
+        """Freeze a block and give the linears at these paths adapters; a head for labels, which the
+        base need not have, is trained as a whole.
+        """
         freeze(block)
+        if isinstance(block, ScoreHead):
+            block.score.requires_grad_(True)
         for path in paths:
             linear = block.get_submodule(path)
             assert isinstance(linear, nn.Linear), (

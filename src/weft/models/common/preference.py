@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -76,23 +76,33 @@ class PreferenceLoss(Loss):
         if self.on_token_losses is not None:
             self.on_token_losses(batch, losses_BS)
             return losses_BS.sum() * 0
+        chosen, rejected, marks = self.answer_sums(self._gains(losses_BS, batch), batch)
+        losses: Tensor = pair_losses(chosen, rejected, self.dpo) * marks
+        return losses.sum() / self.num_ranks
+
+    def answer_sums(self, values_BS: Tensor, batch: Batch) -> tuple[AnswerSums, AnswerSums, Tensor]:
+        """Sums over the targets of the chosen and of the rejected answers, [B, pairs], and 1 where
+        there is a pair.
+        """
         if batch.pairs is None or batch.documents is None:
             raise ValueError("the loss of preference pairs needs pairs")
         counts = batch.targets != IGNORE
-        gains_BS = torch.where(counts, self._gains(losses_BS, batch), 0.0)
-        whole = batch.whole_documents
-        if whole is None:
-            whole = batch.documents
+        gains_BS = torch.where(counts, values_BS, 0.0)
+        whole = batch.documents_of_sequences
+        assert whole is not None, "pairs are documents"
         most_pairs = whole.shape[1] // 2 + 1
-        dtype = losses_BS.dtype
+        dtype = values_BS.dtype
         by_token = torch.stack((gains_BS, counts.to(dtype), batch.pairs.to(dtype)))
         sums = _sum_by_document(by_token, batch.documents, 2 * most_pairs)
         gains, num_targets, marks = self.position_sum(sums).unbind(0)
         chosen = AnswerSums(gains[:, 0::2], num_targets[:, 0::2])
         rejected = AnswerSums(gains[:, 1::2], num_targets[:, 1::2])
-        losses: Tensor = pair_losses(chosen, rejected, self.dpo) * marks[:, 0::2]
-        position_sum = cast(PositionSum, self.position_sum)
-        return losses.sum() / position_sum.num_ranks
+        return chosen, rejected, marks[:, 0::2]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that compute the loss of the same pairs, of which each has a part."""
+        return cast(PositionSum, self.position_sum).num_ranks
 
     def _gains(self, losses_BS: Tensor, batch: Batch) -> Tensor:
         """Log-probabilities of targets, minus those under the reference model where there is one."""
@@ -112,11 +122,15 @@ def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Te
 
 
 @dataclass(frozen=True)
-class PreferenceFamily:
-    """A family whose chain ends with the loss of preference pairs."""
+class LossFamily:
+    """A family whose chain ends with another loss.
+
+    Attributes:
+        build_loss: returns the loss, a new one on each call.
+    """
 
     plain: Family
-    dpo: DpoConfig
+    build_loss: Callable[[], nn.Module]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -124,7 +138,7 @@ class PreferenceFamily:
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
         """The plain family's chain with the other loss."""
         blocks = self.plain.blocks(cfg)
-        blocks[LOSS_BLOCK] = self._build_loss()
+        blocks[LOSS_BLOCK] = self.build_loss()
         return blocks
 
     def builders(self, cfg: Any) -> Builders | None:
@@ -132,16 +146,12 @@ class PreferenceFamily:
         plain = builders_of(self.plain, cfg)
         if plain is None:
             return None
-        return {**plain, LOSS_BLOCK: self._build_loss}
-
-    @cached_property
-    def _build_loss(self) -> Callable[[], nn.Module]:
-        return partial(PreferenceLoss, self.dpo)
+        return {**plain, LOSS_BLOCK: self.build_loss}
 
 
 def with_preference_loss(plain: Family, dpo: DpoConfig) -> Family:
     """The family with the loss of preference pairs."""
-    return cast(Family, PreferenceFamily(plain, dpo))
+    return cast(Family, LossFamily(plain, partial(PreferenceLoss, dpo)))
 
 
 def preference_loss_of(blocks: Mapping[str, nn.Module]) -> PreferenceLoss | None:

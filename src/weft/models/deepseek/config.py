@@ -178,7 +178,7 @@ class Config(ModelConfig):
         mtp = linear_flops(seq_len, 2 * self.dim * self.dim) + mixed + head
         return decoder_specs(
             dim=self.dim,
-            vocab=self.vocab,
+            outputs=self.vocab,
             seq_len=seq_len,
             layer_flops=[dense] * self.first_k_dense + [mixed] * num_mixed,
             side_flops={f"mtp{i}": mtp for i in range(self.mtp_depth)},

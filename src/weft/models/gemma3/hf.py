@@ -111,6 +111,7 @@ def _layer_types(config: Json) -> list[str]:
 HF = HFMapping(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    scored="Gemma3TextForSequenceClassification",
     config=ConfigMapping(
         keys=(
             *DECODER_KEYS,

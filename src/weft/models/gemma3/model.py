@@ -29,12 +29,19 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 class ScaledEmbed(Embed):
-    """Tokens to vectors times sqrt(dim), rounded to the type of the weights."""
+    """Tokens to vectors times sqrt(dim), rounded to the type of the weights.
+
+    Attributes:
+        embedding_scale: sqrt(dim).
+    """
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__(vocab, dim)
+        self.embedding_scale = dim**0.5
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD = super().forward(tokens_BS, batch)
-        root = x_BSD.shape[-1] ** 0.5
-        scale = x_BSD.new_full((), root)
+        scale = x_BSD.new_full((), self.embedding_scale)
         return x_BSD * scale
 
 

@@ -21,7 +21,7 @@ from weft.core.model_config import (
     linear_flops,
 )
 from weft.errors import Fault
-from weft.models.common.decoder_config import INIT_STD, decoder_specs, residual_std
+from weft.models.common.decoder_config import INIT_STD, Labels, decoder_specs, residual_std
 
 
 class Config(ModelConfig):
@@ -41,6 +41,8 @@ class Config(ModelConfig):
         0.0, ge=0, lt=1, description="of embeddings, attention and residuals; 0.1 as published"
     )
 
+    labels: Labels = 0
+
     @field_validator("heads")
     @classmethod
     def _heads_divide_dim(cls, heads: int, info: ValidationInfo) -> int:
@@ -55,7 +57,10 @@ class Config(ModelConfig):
         linears = linear_flops(seq_len, 4 * self.dim * self.dim, 2 * self.dim * self.ffn)
         layer = linears + causal_attention_flops(seq_len, self.dim)
         return decoder_specs(
-            dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=[layer] * self.layers
+            dim=self.dim,
+            outputs=self.labels or self.vocab,
+            seq_len=seq_len,
+            layer_flops=[layer] * self.layers,
         )
 
     def linears(self) -> LinearShapes:
@@ -101,12 +106,13 @@ AXES: AxisTable = {
     "layer*.*_norm.*": ("norm",),
     "head.norm.*": ("norm",),
     "head.proj.weight": ("vocab", "embed"),
+    "head.score.weight": ("labels", "embed"),
 }
 
 
 def ties(cfg: Config) -> dict[str, str]:
     """Alias -> owner: the head projects with the token embedding."""
-    return {"head.proj.weight": "embed.tok.weight"}
+    return {} if cfg.labels else {"head.proj.weight": "embed.tok.weight"}
 
 
 def init(cfg: Config) -> dict[str, Draw]:
@@ -125,4 +131,5 @@ def init(cfg: Config) -> dict[str, Draw]:
         "*norm.weight": ("ones",),
         "*norm.bias": ("zeros",),
         "head.proj.weight": ("normal", INIT_STD),
+        "head.score.weight": ("normal", INIT_STD),
     }

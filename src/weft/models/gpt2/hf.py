@@ -45,6 +45,7 @@ def _layer_rules() -> Iterator[WeightRule]:
 HF = HFMapping(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
+    scored="GPT2ForSequenceClassification",
     config=ConfigMapping(
         keys=(
             Key("n_layer", "layers"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.decoder import chain_builders
-from weft.models.common.layers import Attention, DecoderLayer, Head
+from weft.models.common.layers import Attention, DecoderLayer, head_of
 from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.gpt2.config import Config
 
@@ -59,9 +59,8 @@ def _embed(cfg: Config) -> EmbedWithPositions:
     return EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len, dropout=cfg.dropout)
 
 
-def _head(cfg: Config) -> Head:
-    logits = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-    return Head(_norm(cfg), logits)
+def _head(cfg: Config) -> nn.Module:
+    return head_of(_norm(cfg), cfg.dim, vocab=cfg.vocab, labels=cfg.labels)
 
 
 def _layer(cfg: Config) -> DecoderLayer:

@@ -195,7 +195,13 @@ class DroppingBlock(nn.Module):
         """The block's own forward."""
         if self._without is not None and self._without == probabilities(self.block):
             return self.block(x, batch)
-        mode = CounterDropout(self.name.text, batch.draw_keys, calls=self.calls, rank=self.rank)
+        mode = CounterDropout(
+            self.name.text,
+            batch.draw_keys,
+            calls=self.calls,
+            rank=self.rank,
+            documents_BT=batch.documents_of_sequences,
+        )
         with mode:
             out = self.block(x, batch)
         if batch.draw_keys is not None:

@@ -12,7 +12,13 @@ from weft.comm.comm import Comm
 from weft.core.axes import span_sizes
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
-from weft.models.common.lora import plus_adapter, take_adapter
+from weft.models.common.lora import (
+    bias_before_magnitude,
+    magnitude_of,
+    plus_adapter,
+    take_adapter,
+    with_magnitude,
+)
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
@@ -85,16 +91,17 @@ class ColumnParallelLinear(MarkedLayer):
         """x[..., in_features] -> y[..., this rank's out_features], or all of them with
         `gather_output`.
         """
+        bias = bias_before_magnitude(self)
         if self.entries is not None:
             x, deferred = self.entries.read(x, self)
-            y = linear(x, deferred, self.bias)
+            y = linear(x, deferred, bias)
         elif self.deferred is not None:
             # the region's entry, at a `RegionInput`, has set it for this forward
-            y = linear(x, self.deferred, self.bias)
+            y = linear(x, self.deferred, bias)
             self.deferred = None
         else:
-            y = nn.functional.linear(x, self.weight, self.bias)
-        y = plus_adapter(self, x, y)
+            y = nn.functional.linear(x, self.weight, bias)
+        y = with_magnitude(self, plus_adapter(self, x, y))
         if self.gather_output:
             return self._gathered(y)
         return y
@@ -189,9 +196,15 @@ class RowParallelLinear(MarkedLayer):
         partial = nn.functional.linear(x, self.weight)
         partial = plus_adapter(self, x, partial)
         y = self.region.leave(partial)
+        if magnitude_of(self) is not None:
+            return with_magnitude(self, y, self._sum_over_ranks)
         if self.bias is None:
             return y
         return y + autocast(self.bias)
+
+    def _sum_over_ranks(self, squares: Tensor) -> Tensor:
+        """Of each row, whose entries all ranks hold parts of."""
+        return self.region.comm.all_reduce(squares, self.region.axis)
 
 
 def _holders(comm: Comm, axis: Axis, dim: int, length: int, parts: tuple[int, ...]) -> Holders:

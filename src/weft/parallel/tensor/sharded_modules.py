@@ -12,13 +12,15 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import drop_batch
+from weft.models.common.embedding_noise import NoisyEmbedding
 from weft.models.common.init import path_below
 from weft.models.common.layers import RegionOutput
 from weft.models.common.lora import LoraLinear
 from weft.parallel.tp import AXIS
 
 LINEARS = (nn.Linear, LoraLinear)
-"""Classes of linears that the parallel ones stand for; a subclass of the user's may compute
+EMBEDDINGS = (nn.Embedding, NoisyEmbedding)
+"""Classes of linears and embeddings that the parallel ones stand for; a subclass of the user's may compute
 something else.
 """
 
@@ -119,7 +121,7 @@ class _ModuleSearch:
         if has_sharded_rows or has_sharded_features:
             _check_options(module, key)
         if has_sharded_rows:  # one whose features are sharded computes on its part as it is
-            _check_class(module, (nn.Embedding,), key)
+            _check_class(module, EMBEDDINGS, key)
             self.embeddings.append(path)
 
     def _holds_sharded(self, module: nn.Module, name: str) -> bool:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from weft.core.attention_mask import ALL_FEATURES, Feature
 from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
+from weft.models.common.embedding_noise import plus_noise
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
-from weft.models.common.lora import adapter_input
+from weft.models.common.lora import MAGNITUDE, adapter_input, magnitude_of
+from weft.models.common.preference import PreferenceLoss
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
@@ -48,12 +50,15 @@ class TracedRow(nn.Module):
         if in_features != local_in_features:
             raise self._wrong_length(in_features)
         for name, param in self.linear.named_parameters():
-            if name != "bias":
+            if name not in ("bias", f"{MAGNITUDE}.weight"):  # they come after the sum
                 value = trace.value(param)
                 trace.use(value.params, partial=True)
         adapter_input(self.linear, x)
         y_shape = (*outer_shape, out_features)
         y = trace.leave(y_shape, x)
+        magnitude = magnitude_of(self.linear)
+        if magnitude is not None:
+            y = y * magnitude.weight
         bias: Tensor | None = self.linear.bias
         if bias is None:
             return y
@@ -84,7 +89,7 @@ class TracedEmbedding(nn.Module):
         weight = self.embedding.weight
         num_features = weight.shape[1]
         x_shape = (*tokens.shape, num_features)
-        return self.trace.leave(x_shape, weight)
+        return plus_noise(self.embedding, self.trace.leave(x_shape, weight))
 
 
 class TracedLoss(nn.Module):
@@ -100,7 +105,11 @@ class TracedLoss(nn.Module):
         trace = self.trace
         dims = trace.value(logits).dims
         has_sharded_vocab = bool(dims) and is_sharded(dims[-1])
-        if not has_sharded_vocab:
+        if isinstance(self.loss, PreferenceLoss) and batch.pairs is None:
+            # the example has no pairs: a loss of whole scores has a scalar that no rank shares
+            if not has_sharded_vocab:
+                return trace.set(logits.new_empty(()), Value((), activation=True))
+        elif not has_sharded_vocab:
             out: Tensor = self.loss(logits, batch)
             return out
         losses = trace.findings.sharded_losses

@@ -18,6 +18,7 @@ from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.mesh import Axis, axis_names
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.embedding_noise import NOISE, noise_of, plus_noise
 from weft.models.common.head_output import check_within
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
@@ -69,6 +70,7 @@ class VocabParallelEmbedding(MarkedLayer):
         self.num_embeddings = module.num_embeddings
         self.padding_idx = module.padding_idx
         self.weight = cast(nn.Parameter, module.weight)
+        vars(self)[NOISE] = noise_of(module)
         degree = region.comm.degree(region.axis)
         index = region.comm.index(region.axis)
         self.lo, _ = span(module.num_embeddings, degree, index)
@@ -90,7 +92,7 @@ class VocabParallelEmbedding(MarkedLayer):
             padding = None  # the row of another rank
         rows = nn.functional.embedding(index, self.weight, padding)
         rows = rows * is_local.unsqueeze(-1)
-        return self.region.leave(rows)
+        return plus_noise(self, self.region.leave(rows))
 
 
 class VocabParallelLoss(nn.Module):

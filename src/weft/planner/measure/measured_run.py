@@ -22,6 +22,7 @@ from weft.layout.utilization import AdapterFlops
 from weft.models import Family
 from weft.models.common.attention_kernels import varlen_with_windows
 from weft.models.common.lazy_blocks import LazyBlocks
+from weft.models.common.score_losses import REWARD
 from weft.planner.measure.equal_blocks import equal_blocks
 from weft.train.build import StepConfig
 from weft.train.build_training import DPO, step_config
@@ -45,10 +46,10 @@ class BatchFields:
     @staticmethod
     def of(run: Run) -> BatchFields:
         """The fields of the batches that a run trains on."""
-        has_pairs = run.loss == DPO
+        has_pairs = run.loss in (DPO, REWARD)
         is_text = run.model.kind == "tokens"
         has_documents = has_pairs or (is_text and packs_documents(run.data))
-        has_references = has_pairs and run.dpo.has_reference
+        has_references = run.loss == DPO and run.dpo.has_reference
         return BatchFields(has_documents, has_pairs, has_references)
 
 

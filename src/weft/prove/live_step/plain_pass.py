@@ -192,7 +192,8 @@ class PlainPass:
         name = self._names[index]
         block = self.chain.blocks[name]
         batch = self.batches[each.unit]
-        with self._noise_of(index, each), CounterDropout(name, batch.draw_keys):
+        mode = CounterDropout(name, batch.draw_keys, documents_BT=batch.documents_of_sequences)
+        with self._noise_of(index, each), mode:
             x = self._perturbed(x, place=0)
             return self._with_params(index, values, lambda: block(x, batch))
 

@@ -249,7 +249,8 @@ class _Export:
         """The run of the exported model, whose adapters are merged."""
         none = LoraConfig()
         changed = self.subject.with_values({"lora": none, "model.from_hf": None})
-        return replace(changed, family=family_of(changed.model, none))
+        family = family_of(changed.model, none, neftune=changed.run.neftune)
+        return replace(changed, family=family)
 
     def _compare_ranks(self, subject: Subject, records: list[RankRecord]) -> Pass:
         """What each rank holds after the import."""

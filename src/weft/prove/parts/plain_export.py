@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from weft.config.lora import LORA_A, LORA_B, adapted_linear
+from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
@@ -19,7 +19,9 @@ WEIGHT = ".weight"
 
 
 def merged_plainly(whole: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Parameters without adapters, by definition: W + (alpha / rank) B A."""
+    """Parameters without adapters, by definition: W + (alpha / rank) B A, of DoRA with rows of the
+    norms |W| + d.
+    """
     found = {}
     for name, value in whole.items():
         if adapted_linear(name) is not None:
@@ -28,7 +30,11 @@ def merged_plainly(whole: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, T
         a = whole.get(linear + LORA_A)
         if a is not None and linear != name:
             product = whole[linear + LORA_B].double() @ a.double()
-            value = (value.double() + lora.alpha / lora.rank * product).to(value.dtype)
+            total = value.double() + lora.alpha / lora.rank * product
+            if lora.dora:
+                norms = torch.linalg.vector_norm(value.double(), dim=1) + whole[linear + LORA_M]
+                total = torch.nn.functional.normalize(total, dim=1) * norms[:, None]
+            value = total.to(value.dtype)
         found[name] = value
     return found
 
