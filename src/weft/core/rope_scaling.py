@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -89,7 +90,7 @@ def _read_bool(text: str) -> bool:
     return text == "true"
 
 
-_READERS = {
+_READERS: Mapping[str, Callable[[str], object]] = {
     "factor": float,
     "original": int,
     "low": float,

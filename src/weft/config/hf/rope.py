@@ -221,7 +221,7 @@ def _scaling(kind: str, found: Mapping[str, Any], config: Json) -> RopeScaling:
     if kind == "llama3":
         values = {**LLAMA3_DEFAULTS, **found}
         own |= {"low": values["low_freq_factor"], "high": values["high_freq_factor"]}
-        return RopeScaling(kind, values["factor"], **own)
+        return RopeScaling("llama3", values["factor"], **own)
     if kind == "yarn":
         values = _yarn_scaling(found, factor=longest / (own["original"] or 1))
         gain = found.get("attention_factor")
@@ -229,7 +229,7 @@ def _scaling(kind: str, found: Mapping[str, Any], config: Json) -> RopeScaling:
             ratio = [0.1 * values[name] * math.log(values["factor"]) + 1 for name in MSCALES]
             gain = ratio[0] / ratio[1] if values["factor"] > 1 else 1.0
         own |= {"fast": values["beta_fast"], "slow": values["beta_slow"], "gain": gain}
-        return RopeScaling(kind, values["factor"], truncate=found.get("truncate", True), **own)
+        return RopeScaling("yarn", values["factor"], truncate=found.get("truncate", True), **own)
     return RopeScaling(cast(Kind, kind), found["factor"])
 
 
