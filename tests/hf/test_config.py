@@ -61,18 +61,41 @@ GPT2 = {
 REFUSED = {
     "rope of a type that is not there": (
         LLAMA,
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "'dynamic'",
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "'longrope'",
     ),
-    "rope that LLaMA does not scale so": (
-        LLAMA,
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        "'yarn'",
+    "rope that DeepSeek does not scale so": (
+        DEEPSEEK,
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "'linear'",
     ),
-    "rope that Qwen3 does not scale so": (
+    "rope of a context that is not there": (
         QWEN3_MOE,
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
-        "'yarn'",
+        "rope: yarn without original_max_position_embeddings",
+    ),
+    "rope without the factor that it scales by": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "linear"}},
+        "rope: linear without factor",
+    ),
+    "rope whose long waves are short ones": (
+        QWEN3_MOE,
+        {
+            "max_position_embeddings": 64,
+            "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 5.0},
+        },
+        "rope: high is not above low",
+    ),
+    "rope of Gemma 3 in a table of all layers": (
+        GEMMA3,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        "transformers does not read these settings of Gemma 3 there",
+    ),
+    "rope of Gemma 3 by its old name": (
+        GEMMA3,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "transformers does not read these settings of Gemma 3 there",
     ),
     "rope of a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope with a key more": (
@@ -154,9 +177,14 @@ REFUSED = {
         "rope_parameters is no table",
     ),
     "capped logits": (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    "scaled rope in layers without a window": (
+    "scaled rope in layers with a window": (
         GEMMA3,
-        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 8.0},
+            }
+        },
         "'linear'",
     ),
     "a window": (
@@ -561,7 +589,7 @@ def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: di
     scaling = {
         name.removeprefix("rope_scaling_"): fields[name]
         for name in fields
-        if name.startswith("rope_scaling")
+        if name.startswith("rope_scaling_")
     }
     assert fields["rope_theta"] == 5e5
     assert scaling == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from tests.oracle.hugging_face import EXACT, compare_gradients, make_batch, near, our_blocks
 from tests.small_models import HF_FAMILIES, small_config
+from weft.config.hf.read_config import describe_folder
 from weft.config.hf.safetensors_files import TensorEntry
 from weft.config.hf.write_config import config_json
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
+from weft.core.rope_scaling import RopeScaling
 from weft.hf.match import MatchedFolder, mapping_of, match_tensors
 from weft.hf.placement import ParamSource
 from weft.models import FAMILIES
@@ -33,9 +36,47 @@ transformers = pytest.importorskip(
 def test_logits_and_gradients_equal_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    compare_with_transformers(small_config(family, balance_loss=0.0), tmp_path, monkeypatch)
+
+
+SCALINGS = (
+    "linear factor=2.0",
+    "dynamic factor=2.0",
+    "llama3 factor=4.0 original=16",
+    "yarn factor=4.0 original=16",
+    "yarn factor=4.0 original=16 fast=4.0 slow=0.5 gain=1.3 truncate=false",
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    "family", [name for name in HF_FAMILIES if "rope_scaling" in FAMILIES[name].Config.model_fields]
+)
+def test_scaled_rotary_embeddings_equal_transformers(
+    family: str, scaling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that weft writes is read as the same model, and computes the same."""
+    cfg = small_config(family, balance_loss=0.0, layers=2)
+    cfg = type(cfg)(**{**cfg.model_dump(), "rope_scaling": scaling})
+    compare_with_transformers(cfg, tmp_path, monkeypatch)
+    found = describe_folder(tmp_path, FAMILIES).fields
+    if family == "llama3" and scaling.startswith("llama3"):
+        assert (found["rope_scaling"], found["rope_scaling_factor"]) == (
+            None,
+            4.0,
+        )  # its own fields
+    else:
+        read, written = map(RopeScaling.parse, (found["rope_scaling"], scaling))
+        assert replace(read, gain=read.cosine_gain) == replace(written, gain=written.cosine_gain)
+
+
+def compare_with_transformers(
+    cfg: ModelConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare logits, loss and all gradients with the model of the folder that weft writes."""
     torch.manual_seed(0)
-    cfg = small_config(family, balance_loss=0.0)
-    hf_model = random_hf_model(cfg, tmp_path)
+    family = cfg.family
+    hf_model = random_hf_model(cfg, folder)
     compute_in_float64(hf_model, monkeypatch)
     matched = match_state(hf_model, cfg)
     blocks = our_blocks(cfg)

@@ -243,7 +243,7 @@ def lengths(
                 yield {"data.seq_len": near}
     longest: int = getattr(model, "max_seq_len", seq_len + unit)
     yield {"data.seq_len": longest // unit * unit}
-    if hasattr(model, "max_seq_len"):
+    if hasattr(model, "max_seq_len") and not getattr(model, "rope_scaling", None):
         yield {"model.max_seq_len": seq_len}
     yield from no_sequence_parallelism()
     for axis in position_axes():

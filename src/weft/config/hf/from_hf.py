@@ -114,9 +114,10 @@ def _folder_model(folder: str, found: DescribedModel, *, keeps_file: bool) -> Fo
 
 
 def _sets_all_fields(asked: Flat, families: Families) -> bool:
-    """Whether the config names a family and sets each of its fields."""
+    """Whether the config names a family and sets each of its fields; TOML has no None."""
     name = asked.get("model.name")
     if name not in families:
         return False
     fields = families[str(name)].Config.model_fields
-    return all(f"model.{field}" in asked for field in fields)
+    optional = {field for field, info in fields.items() if info.default is None}
+    return all(f"model.{field}" in asked for field in fields if field not in optional)

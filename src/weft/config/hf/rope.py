@@ -1,11 +1,15 @@
 """Rotary embedding in config.json, old style (`rope_theta`, `rope_scaling`) and new (`rope_parameters`), both ways.
 
     type       weft                        transformers
-    default    factor 1                    no scaling
-    llama3     LLaMA's rope_scaling_*      modeling_rope_utils._compute_llama3_parameters
-    yarn       DeepSeek's rope_scaling_*   _compute_yarn_parameters; yarn_apply_mscale of DeepSeek-V3 for the scores
+    default    no rope_scaling, factor 1   no scaling
+    linear     rope_scaling                modeling_rope_utils._compute_linear_scaling_rope_parameters
+    dynamic    rope_scaling                _compute_dynamic_ntk_parameters, within the model's context
+    llama3     LLaMA's rope_scaling_*,     _compute_llama3_parameters
+               rope_scaling of others
+    yarn       DeepSeek's rope_scaling_*,  _compute_yarn_parameters; yarn_apply_mscale of DeepSeek-V3 for the scores
+               rope_scaling of others
 
-All other types (linear, dynamic, longrope, proportional) are rejected.
+All other types (longrope, proportional) are rejected.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from weft.config.hf.mapping import Json
 from weft.config.keys import Flat
 from weft.core.model_config import ModelConfig
+from weft.core.rope_scaling import Kind, RopeScaling
 from weft.errors import Fault
 
 THETA = 10_000.0
@@ -28,9 +33,12 @@ LONGEST = "max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
 LLAMA3_DEFAULTS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+MSCALES = ("mscale", "mscale_all_dim")
 
 _KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": (*LLAMA3_DEFAULTS, ORIGINAL_CONTEXT),
     "yarn": (
         "factor",
@@ -49,10 +57,17 @@ class ScaledRope:
     """Rotary embedding with one base for all layers (a `RopeMapping`).
 
     Attributes:
-        types: kinds of scaling that the family computes; the last one is written.
+        types: kinds of scaling that the family computes.
+        own: the kind that has fields of its own; all others are in `rope_scaling`.
     """
 
     types: tuple[str, ...] = ("default",)
+    own: str | None = None
+
+    @property
+    def _has_text(self) -> bool:
+        """Whether the family has the field `rope_scaling`."""
+        return bool({*self.types} - {"default", self.own})
 
     @property
     def hf_keys(self) -> tuple[str, ...]:
@@ -85,10 +100,17 @@ class ScaledRope:
         for name, value in found.items():
             faults.extend(_value_faults(name, value, kind, key=key))
         if kind == "yarn":
-            faults.extend(_yarn_faults(found, config, key=key))
+            faults.extend(_yarn_faults(found, config, key=key, is_own=self.own == kind))
+        if kind in ("linear", "dynamic") and not found.get("factor"):
+            faults.append(Fault(key, f"rope: {kind} without factor"))
         has_length = config.get(LONGEST) or found.get(ORIGINAL_CONTEXT)
-        if kind != "default" and not has_length and not faults:
+        if kind in ("llama3", "yarn") and not has_length and not faults:
             faults.append(Fault(key, f"rope: {kind} without {ORIGINAL_CONTEXT}"))
+        if self._has_text and not faults and kind != "default":
+            try:
+                _scaling(kind, found, config)
+            except ValueError as error:
+                faults.append(Fault(key, f"rope: {error}"))
         yield from faults
 
     def fields(self, config: Json) -> Flat:
@@ -96,8 +118,11 @@ class ScaledRope:
         found = rope_parameters(config)
         fields: Flat = {"rope_theta": found["rope_theta"]}
         kind = found["rope_type"]
-        if kind == "default":
-            if len(self.types) > 1:
+        if self._has_text:
+            is_text = kind not in ("default", self.own)
+            fields["rope_scaling"] = _scaling(kind, found, config).text if is_text else None
+        if kind != self.own:
+            if self.own is not None:
                 fields["rope_scaling_factor"] = 1.0
             return fields
         longest: int = config.get(LONGEST) or found[ORIGINAL_CONTEXT]
@@ -117,9 +142,11 @@ class ScaledRope:
         """Keys of config.json, old style: every version of transformers reads it."""
         values = cfg.model_dump()
         theta = values["rope_theta"]
+        if values.get("rope_scaling") is not None:
+            return {"rope_theta": theta, "rope_scaling": _written(values["rope_scaling"])}
         if values.get("rope_scaling_factor", 1.0) == 1:
             return {"rope_theta": theta, "rope_scaling": None}
-        kind = self.types[-1]
+        kind = self.own
         if kind == "llama3":
             names = tuple(LLAMA3_DEFAULTS)
         else:
@@ -181,16 +208,55 @@ def _value_faults(name: str, value: Any, kind: str, *, key: str) -> Iterator[Fau
         )
 
 
-def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterator[Fault]:
+def _scaling(kind: str, found: Mapping[str, Any], config: Json) -> RopeScaling:
+    """The scaling that a family's `rope_scaling` holds.
+
+    Raises:
+        ValueError: settings that contradict each other.
+    """
+    own: dict[str, Any] = {}
+    if kind in ("llama3", "yarn"):
+        longest = config.get(LONGEST) or found.get(ORIGINAL_CONTEXT) or 0
+        own["original"] = int(found.get(ORIGINAL_CONTEXT, longest))
+    if kind == "llama3":
+        values = {**LLAMA3_DEFAULTS, **found}
+        own |= {"low": values["low_freq_factor"], "high": values["high_freq_factor"]}
+        return RopeScaling("llama3", values["factor"], **own)
+    if kind == "yarn":
+        values = _yarn_scaling(found, factor=longest / (own["original"] or 1))
+        gain = found.get("attention_factor")
+        if gain is None and values["mscale_all_dim"]:
+            ratio = [0.1 * values[name] * math.log(values["factor"]) + 1 for name in MSCALES]
+            gain = ratio[0] / ratio[1] if values["factor"] > 1 else 1.0
+        own |= {"fast": values["beta_fast"], "slow": values["beta_slow"], "gain": gain}
+        return RopeScaling("yarn", values["factor"], truncate=found.get("truncate", True), **own)
+    return RopeScaling(cast(Kind, kind), found["factor"])
+
+
+def _written(text: str) -> dict[str, Any]:
+    """A scaling as config.json has it."""
+    scaling = RopeScaling.parse(text)
+    table: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        table |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    if scaling.kind == "yarn":
+        table |= {"beta_fast": scaling.fast, "beta_slow": scaling.slow}
+        table |= {"attention_factor": scaling.cosine_gain, "truncate": scaling.truncate}
+    return table | ({ORIGINAL_CONTEXT: scaling.original} if scaling.original else {})
+
+
+def _yarn_faults(
+    found: Mapping[str, Any], config: Json, *, key: str, is_own: bool
+) -> Iterator[Fault]:
     factor = found.get("attention_factor")
-    if factor is not None:
+    if factor is not None and is_own:
         yield Fault(
             key,
             "rope: attention_factor: weft computes it from mscale",
             got=repr(factor),
             need="no such key",
         )
-    if found.get("truncate") is False:
+    if found.get("truncate") is False and is_own:
         yield Fault(
             key,
             "rope: truncate: weft rounds YaRN's ramp to whole features",

@@ -11,7 +11,7 @@ from weft.models.common.attention import Attend
 from weft.models.common.decoder_config import DecoderConfig, DenseConfig
 from weft.models.common.layers import Attention, DecoderLayer, Embed, Loss, SwiGLU, head_of
 from weft.models.common.lazy_blocks import Builder, Builders
-from weft.models.common.rope import Rope
+from weft.models.common.rope import Rope, scaling_of
 
 
 def rms_norm(cfg: DecoderConfig) -> nn.RMSNorm:
@@ -30,7 +30,7 @@ def attention(
     """Make a layer's grouped-query attention.
 
     Args:
-        rope: default: unscaled, with `cfg.rope_theta`.
+        rope: default: with `cfg.rope_theta` and `cfg.rope_scaling`.
         qkv_bias: whether q, k and v have biases; o has none.
         qk_norm: norm of each head of q and k, before it is rotated.
         attend: default: causal, scores times 1 / sqrt(head size).
@@ -41,11 +41,17 @@ def attention(
         kv_heads=cfg.kv_heads,
         head_size=cfg.head_size,
         qkv_bias=qkv_bias,
-        rope=rope or Rope(cfg.head_size, theta=cfg.rope_theta),
+        rope=rope or default_rope(cfg),
         q_norm=qk_norm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
         k_norm=qk_norm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
         attend=attend,
     )
+
+
+def default_rope(cfg: DecoderConfig) -> Rope:
+    """Rotary embedding with `cfg.rope_theta` and `cfg.rope_scaling`."""
+    scaling = scaling_of(cfg.rope_scaling, theta=cfg.rope_theta)
+    return Rope(cfg.head_size, theta=cfg.rope_theta, scaling=scaling)
 
 
 def dense_layer(cfg: DenseConfig, attn: nn.Module) -> DecoderLayer:

@@ -29,6 +29,8 @@ from weft.core.model_config import (
     in_layers,
     linear_flops,
 )
+from weft.core.rope_scaling import RopeScaling
+from weft.errors import Fault
 
 INIT_STD = 0.02
 
@@ -67,6 +69,10 @@ class DecoderConfig(ModelConfig):
     tied: bool = Field(False, description="the head projects with the token embedding")
     rope_theta: RopeTheta = 10_000.0
     labels: Labels = 0
+    rope_scaling: str | None = Field(
+        None,
+        description="of RoPE's frequencies: 'linear factor=4', 'yarn factor=4 original=32768', 'llama3 ...', 'dynamic ...'",
+    )
 
     if TYPE_CHECKING:
 
@@ -80,6 +86,23 @@ class DecoderConfig(ModelConfig):
         if "heads" in info.data:
             check_divides(info.data["heads"], kv_heads, value_name="heads", parts_name="kv_heads")
         return kv_heads
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _scaling_is_known(cls, text: str | None) -> str | None:
+        return None if text is None else RopeScaling.parse(text).text
+
+    def check_seq_len(self, seq_len: int) -> Fault | None:
+        named = RopeScaling.parse(self.rope_scaling) if self.rope_scaling else None
+        if named is None or named.kind != "dynamic" or seq_len <= self.max_seq_len:
+            return None
+        return Fault(
+            "data.seq_len",
+            "is beyond the context, where dynamic scaling of RoPE depends on the other sequences of a batch",
+            got=str(seq_len),
+            need=f"at most model.max_seq_len = {self.max_seq_len}",
+            fix=f"data.seq_len {self.max_seq_len}, or model.rope_scaling 'linear factor=...' or 'yarn ...'",
+        )
 
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, int]:

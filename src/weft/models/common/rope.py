@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, Su et al. 2021) with the frequency scalings of LLaMA 3.1 and YaRN.
+"""Rotary position embedding (RoFormer, Su et al. 2021) with linear scaling of frequencies and those of LLaMA 3.1 and YaRN.
 
 See Note [Rotary layout] at the end.
 """
@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+
+from weft.core.rope_scaling import RopeScaling
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Slows all features down by `factor` (Chen et al. 2023, position interpolation)."""
+
+    factor: float
+    gain: ClassVar[float] = 1.0
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Radians per token after scaling."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
 class YarnScaling:
     """Stretches slow features: a model trained on `original_context` tokens reads `factor` times as
     many.
@@ -49,6 +63,10 @@ class YarnScaling:
     `beta_slow` times or less slow down by `factor`, a ramp lies between. Scores are to be
     multiplied by `sharpness`.
     Source: Peng et al. 2023 (YaRN), with the two mscales of DeepSeek-V2 and V3.
+
+    Attributes:
+        cosine_gain: factor of cosine and sine; None: it follows from the mscales.
+        truncate: whether the ramp begins and ends at whole features.
     """
 
     factor: float
@@ -58,15 +76,19 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+    cosine_gain: float | None = None
+    truncate: bool = True
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         """Radians per token after scaling."""
         num = len(frequencies)
-        last_fast = math.floor(self._feature_index(self.beta_fast, num))
-        first_slow = math.ceil(self._feature_index(self.beta_slow, num))
+        last_fast = self._feature_index(self.beta_fast, num)
+        first_slow = self._feature_index(self.beta_slow, num)
+        if self.truncate:
+            last_fast, first_slow = math.floor(last_fast), math.ceil(first_slow)
         low = max(last_fast, 0)
         high = min(first_slow, 2 * num - 1)
-        ramp_width = max(high - low, 0.001)
+        ramp_width = high - low or 0.001
         device = frequencies.device
         indices = torch.arange(num, dtype=torch.float32, device=device)
         ramp = (indices - low) / ramp_width
@@ -78,6 +100,8 @@ class YarnScaling:
     @property
     def gain(self) -> float:
         """Factor of cosine and sine."""
+        if self.cosine_gain is not None:
+            return self.cosine_gain
         of_rotated_part = self._temperature(self.mscale)
         of_all_scores = self._temperature(self.mscale_all_dim)
         return of_rotated_part / of_all_scores
@@ -98,6 +122,35 @@ class YarnScaling:
         if self.factor <= 1:
             return 1.0
         return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+Scaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+def scaling_of(text: str | None, *, theta: float) -> Scaling | None:
+    """The scaling that a config names; None where it names none, or one that only begins beyond the
+    context of the model, which its config rejects.
+    """
+    if text is None:
+        return None
+    named = RopeScaling.parse(text)
+    match named.kind:
+        case "linear":
+            return LinearScaling(named.factor)
+        case "llama3":
+            return Llama3Scaling(named.factor, named.low, named.high, named.original)
+        case "yarn":
+            return YarnScaling(
+                named.factor,
+                theta=theta,
+                original_context=named.original,
+                beta_fast=named.fast,
+                beta_slow=named.slow,
+                cosine_gain=named.cosine_gain,
+                truncate=named.truncate,
+            )
+        case _:
+            return None
 
 
 Angles = tuple[Tensor, Tensor]
@@ -166,9 +219,7 @@ class Rope(nn.Module):
         shared: angles that other layers may have computed; None: each call computes them.
     """
 
-    def __init__(
-        self, head_size: int, *, theta: float, scaling: Llama3Scaling | YarnScaling | None = None
-    ) -> None:
+    def __init__(self, head_size: int, *, theta: float, scaling: Scaling | None = None) -> None:
         super().__init__()
         self.head_size = head_size
         self.theta = theta

@@ -163,7 +163,7 @@ HF = HFMapping(
             Fixed("tie_word_embeddings", (False,), is_written=True),
             Fixed("rope_interleave", (True,)),
         ),
-        rope=ScaledRope(("default", "yarn")),
+        rope=ScaledRope(("default", "yarn"), own="yarn"),
         # transformers writes num_nextn_predict_layers = 1 also where it has left those layers out: their tensors decide
         probes={"mtp_depth": "model.layers.{num_hidden_layers}.eh_proj.weight"},
         counts={"mtp_depth": "num_nextn_predict_layers"},

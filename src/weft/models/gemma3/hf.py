@@ -8,9 +8,10 @@ from typing import Any
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Json, Key, WeightMapping
 from weft.config.hf.read_config import MAX_LAYERS
-from weft.config.hf.rope import THETA, ScaledRope, rope_parameters
+from weft.config.hf.rope import LONGEST, THETA, ScaledRope, rope_parameters
 from weft.config.keys import Flat
 from weft.core.model_config import ModelConfig
+from weft.core.rope_scaling import KINDS
 from weft.errors import Fault
 from weft.models.common.decoder_hf import (
     ATTENTION,
@@ -29,11 +30,13 @@ _NORMS = {
 }
 _GLOBAL_EVERY, _GLOBAL_THETA = 6, 1_000_000.0
 """What transformers takes where nothing is set."""
+_GLOBAL_ROPE = ScaledRope(("default", *KINDS))
 
 
 @dataclass(frozen=True)
 class LayerTypeRope:
-    """Rotary embedding with a base for each type of layers (a `RopeMapping`), unscaled.
+    """Rotary embedding with a base for each type of layers (a `RopeMapping`), scaled in those without
+    a window.
 
     Old style: `rope_theta` and `rope_local_base_freq`; new style: `rope_parameters` by layer type.
     """
@@ -45,24 +48,33 @@ class LayerTypeRope:
 
     def faults(self, config: Json, *, key: str) -> Iterator[Fault]:
         """Settings that weft computes differently, or not at all."""
-        for part in _rope_parts(config).values():
-            yield from ScaledRope().faults(part, key=key)
+        for field, part in _rope_parts(config).items():
+            of_layers = _GLOBAL_ROPE if field == "rope_theta" else ScaledRope()
+            longest = {LONGEST: config.get(LONGEST)}
+            yield from of_layers.faults({**longest, **part}, key=key)
+        flat, table = config.get("rope_parameters"), config.get("rope_scaling")
+        is_flat = isinstance(flat, dict) and bool(flat) and "full_attention" not in flat
+        has_old_name = isinstance(table, dict) and "rope_type" not in table and "type" in table
+        if is_flat or has_old_name:
+            what = "rope: transformers does not read these settings of Gemma 3 there"
+            got = "rope_parameters of all layers" if is_flat else "type in rope_scaling"
+            need = "rope_parameters by type of layer, or rope_scaling with rope_type"
+            yield Fault(key, what, got=got, need=need)
 
     def fields(self, config: Json) -> Flat:
         """The Config's fields of a config.json without faults."""
+        parts = _rope_parts(config)
+        local = rope_parameters(parts["rope_local_theta"])["rope_theta"]
+        longest = {LONGEST: config.get(LONGEST)}
         return {
-            field: rope_parameters(part)["rope_theta"]
-            for field, part in _rope_parts(config).items()
+            **_GLOBAL_ROPE.fields({**longest, **parts["rope_theta"]}),
+            "rope_local_theta": local,
         }
 
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
         """Keys of config.json, old style."""
         values = cfg.model_dump()
-        return {
-            "rope_theta": values["rope_theta"],
-            "rope_local_base_freq": values["rope_local_theta"],
-            "rope_scaling": None,
-        }
+        return {**_GLOBAL_ROPE.write(cfg), "rope_local_base_freq": values["rope_local_theta"]}
 
     def unwritable(self, cfg: ModelConfig) -> Iterator[Fault]:
         """Nothing: every value can be written."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.core.attention_mask import AttentionMask
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.decoder import attention, decoder_builders
+from weft.models.common.decoder import attention, decoder_builders, default_rope
 from weft.models.common.layers import Attention, Embed
 from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.common.rope import Rope
@@ -102,10 +102,12 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 
 
 def _attention(cfg: Config, window: int | None) -> Attention:
-    theta = cfg.rope_theta if window is None else cfg.rope_local_theta
+    rope = default_rope(cfg)
+    if window is not None:
+        rope = Rope(cfg.head_size, theta=cfg.rope_local_theta)
     return attention(
         cfg,
-        rope=Rope(cfg.head_size, theta=theta),
+        rope=rope,
         qk_norm=OffsetRMSNorm,
         attend=Attend(mask=AttentionMask(window=window), scale=cfg.query_pre_attn_scalar**-0.5),
     )

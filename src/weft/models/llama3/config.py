@@ -36,6 +36,13 @@ class Config(FullWidthConfig):
         8192, ge=1, description="context before scaling, in tokens"
     )
 
+    @field_validator("rope_scaling_factor")
+    @classmethod
+    def _is_scaled_once(cls, factor: float, info: ValidationInfo) -> float:
+        if factor != 1 and info.data.get("rope_scaling") is not None:
+            raise ValueError(f"{factor} beside rope_scaling, which is another scaling; try 1")
+        return factor
+
     @field_validator("rope_scaling_high_freq_factor")
     @classmethod
     def _high_is_above_low(cls, high: float, info: ValidationInfo) -> float:

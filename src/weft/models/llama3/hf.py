@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Key, WeightMapping
 from weft.config.hf.rope import ScaledRope
+from weft.core.rope_scaling import KINDS
 from weft.models.common.decoder_hf import (
     ATTENTION,
     DECODER_KEYS,
@@ -32,7 +33,7 @@ HF = HFMapping(
             Fixed("mlp_bias", (False,), is_written=True),
             Fixed("sliding_window"),
         ),
-        rope=ScaledRope(("default", "llama3")),
+        rope=ScaledRope(("default", *KINDS), own="llama3"),
     ),
     weights=WeightMapping(rules=decoder_rules(NORMS, ATTENTION, MLP), ignored=ROTARY_BUFFERS),
 )

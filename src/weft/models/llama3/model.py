@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from weft.models.common.decoder import attention, decoder_builders, dense_layer
+from weft.models.common.decoder import attention, decoder_builders, default_rope, dense_layer
 from weft.models.common.layers import DecoderLayer
 from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.common.rope import Llama3Scaling, Rope
@@ -36,4 +36,6 @@ def _rope(cfg: Config) -> Rope:
         original_context=cfg.rope_scaling_original_context,
     )
     is_scaled = cfg.rope_scaling_factor != 1
+    if cfg.rope_scaling is not None:
+        return default_rope(cfg)
     return Rope(cfg.head_size, theta=cfg.rope_theta, scaling=scaling if is_scaled else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.hf.mapping import ConfigMapping, HFMapping, Key, WeightMapping
 from weft.config.hf.rope import ScaledRope
+from weft.core.rope_scaling import KINDS
 from weft.models.common.decoder_hf import (
     ATTENTION,
     DECODER_KEYS,
@@ -28,7 +29,7 @@ HF = HFMapping(
             Key("tie_word_embeddings", "tied", default=False),
         ),
         fixed=(SILU,),
-        rope=ScaledRope(),
+        rope=ScaledRope(("default", *KINDS)),
     ),
     weights=WeightMapping(rules=decoder_rules(NORMS, ATTENTION, MLP), ignored=ROTARY_BUFFERS),
 )

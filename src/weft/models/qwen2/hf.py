@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Key, WeightMapping
 from weft.config.hf.rope import ScaledRope
+from weft.core.rope_scaling import KINDS
 from weft.models.common.decoder_hf import (
     ATTENTION,
     DECODER_KEYS,
@@ -33,7 +34,7 @@ HF = HFMapping(
             Fixed("use_sliding_window", (False,), is_written=True),
             Fixed("layer_types", same_as=full_attention_layers),
         ),
-        rope=ScaledRope(),
+        rope=ScaledRope(("default", *KINDS)),
         ignored=frozenset(
             ("sliding_window", "max_window_layers")
         ),  # read under use_sliding_window alone

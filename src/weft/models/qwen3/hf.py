@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Key, WeightMapping
 from weft.config.hf.rope import ScaledRope
+from weft.core.rope_scaling import KINDS
 from weft.models.common.decoder_hf import (
     ATTENTION,
     DECODER_KEYS,
@@ -37,7 +38,7 @@ HF = HFMapping(
     config=ConfigMapping(
         keys=(*KEYS, Key("intermediate_size", "ffn")),
         fixed=FIXED,
-        rope=ScaledRope(),
+        rope=ScaledRope(("default", *KINDS)),
         ignored=IGNORED,
     ),
     weights=WeightMapping(

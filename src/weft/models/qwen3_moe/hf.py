@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Json, Key, WeightMapping
 from weft.config.hf.rope import ScaledRope
+from weft.core.rope_scaling import KINDS
 from weft.models.common.decoder_hf import (
     ATTENTION,
     LAYER,
@@ -40,7 +41,7 @@ HF = HFMapping(
             Fixed("mlp_only_layers", ([],), is_written=True),
             Fixed("num_local_experts", same_as=_num_experts),
         ),
-        rope=ScaledRope(),
+        rope=ScaledRope(("default", *KINDS)),
         ignored=IGNORED
         | {
             "intermediate_size",
