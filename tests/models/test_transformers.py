@@ -73,9 +73,9 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
     assert outcome.word == "equal", outcome.text
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2"])
+@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "tp2 --parallel.sequence True"])
 def test_the_types_of_a_step_are_known(mesh: str) -> None:
-    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", mesh))
+    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", *mesh.split(" ")))
     certificate = certify(MeasuredRun.of(run))
     assert [finding.text for finding in certificate.findings] == []
     assert certificate.verdict == "agrees"
