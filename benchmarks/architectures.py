@@ -34,6 +34,7 @@ from weft.errors import UserError, WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import forward, token_batch
 from weft.models.common.layers import Loss
+from weft.models.transformers.adapt import adapt
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.check import check_against_transformers
@@ -231,7 +232,7 @@ def against_transformers(model_type: str) -> Outcome:
     check_against_transformers(model_type, _values(model_type), packs_documents=False)
     found = architecture_of(model_type, _values(model_type))
     right = _seeded(found, EAGER)
-    own = _seeded(found, found.captured.implementation)
+    own = adapt(_seeded(found, found.captured.implementation))
     ids = torch.randint(found.config.vocab_size, (ROWS, LENGTH + 1))
     batch = token_batch(ids[:, :-1], ids[:, 1:])
     logits: Tensor = right(input_ids=batch.inputs, use_cache=False).logits
@@ -241,8 +242,11 @@ def against_transformers(model_type: str) -> Outcome:
     differences = [float(abs(loss - right_loss).detach())]
     right_loss.backward()
     loss.backward()
-    for one, other in zip(own.parameters(), right.parameters(), strict=True):
-        differences.append(float((_grad(one) - _grad(other)).abs().max()))
+    for name, param in right.named_parameters():
+        of_own = _grad(own.get_parameter(name))
+        if name in found.transposed:
+            of_own = of_own.T
+        differences.append(float((of_own - _grad(param)).abs().max()))
     largest = max(differences)
     return Outcome("equal" if largest <= TOLERANCE else "wrong", f"{largest:.0e}")
 

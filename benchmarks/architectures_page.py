@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ rejected in one line, {wrong} are wrong, {failed} end in another way.
 The first column is the largest difference of the loss and of all gradients to transformers' own class on one device, in
 float64 and at tiny sizes; the others are the largest relative difference of all tensors of a step (batches,
 activations, gradients, moments, parameters) to one device. `-`: the model has no experts. pp2 is with tied embeddings
-where a config can tie them.
+where a config can tie them. Rejected under cp are decoders that mix tokens, or count positions, by code of their own.
 """
+OUTCOMES = ("equal", "rejected", "none", "wrong", "failed")
 
 
 def write_page(results: Path, names: Mapping[str, str]) -> None:
@@ -66,6 +68,19 @@ def _lines(last: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> I
     for kind in kinds.values():
         counts[kind] += 1
     yield HEAD.format(version=version, total=len(names), **counts)
+    yield f"| | {' | '.join(COLUMNS)} |"
+    yield f"|---|{'---|' * len(COLUMNS)}"
+    for word in OUTCOMES:
+        counted = Counter(
+            column
+            for outcomes in last.values()
+            for column in COLUMNS
+            if outcomes.get(column, {}).get("word") == word
+        )
+        if counted:
+            name = MARKS["none"] if word == "none" else word
+            yield f"| {name} | {' | '.join(str(counted[column]) for column in COLUMNS)} |"
+    yield ""
     yield f"| `--model.name` | {' | '.join(COLUMNS)} |"
     yield f"|---|{'---|' * len(COLUMNS)}"
     for name, outcomes in last.items():

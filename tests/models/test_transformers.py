@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -20,7 +22,10 @@ from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
 from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.models import FAMILIES
-from weft.models.transformers.build import architecture_of, config_of, param_names
+from weft.models.common.init import named_parameters
+from weft.models.transformers.adapt import adapt
+from weft.models.transformers.build import architecture_of, build, config_of, param_names
+from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
 from weft.planner.certificate.certificate import certify
 from weft.planner.measure.measured_run import MeasuredRun
@@ -56,6 +61,11 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
                 "model.settings": '{"attention_dropout": 0.2, "resid_pdrop": 0.1}',
             },
         ),
+        ("gpt2", {"mesh": "tp2", "parallel.sequence": True, "model.settings": PDROPS}),
+        ("bert", {"mesh": "tp2", "parallel.sequence": True}),
+        ("mixtral", {"mesh": "pp2 tp2", "parallel.sequence": True, "parallel.recompute": "full"}),
+        ("phi3", {"mesh": "tp3", "model.dim": 48, "model.heads": 6, "model.kv_heads": 3}),
+        ("axk2", {"mesh": "dp2", "parallel.zero": 3}),
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
@@ -63,9 +73,9 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
     assert outcome.word == "equal", outcome.text
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2"])
+@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "tp2 --parallel.sequence True"])
 def test_the_types_of_a_step_are_known(mesh: str) -> None:
-    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", mesh))
+    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", *mesh.split(" ")))
     certificate = certify(MeasuredRun.of(run))
     assert [finding.text for finding in certificate.findings] == []
     assert certificate.verdict == "agrees"
@@ -159,11 +169,65 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         architectures.model_type_of("hf:llama")
 
 
-def test_an_export_that_would_leave_out_a_buffer_is_rejected() -> None:
+def test_buffers_of_folders_are_parameters_that_are_not_trained() -> None:
     family = FAMILIES["hf:deepseek_v3"]
     assert family.hf is not None
-    (fault,) = family.hf.config.unwritable(family.Config())
-    assert "e_score_correction_bias" in str(fault)
+    config = family.Config()
+    assert not list(family.hf.config.unwritable(config))
+    found = architecture_of("deepseek_v3", TINY)
+    (bias,) = found.kept
+    assert bias == "model.layers.1.mlp.gate.e_score_correction_bias"
+    name = bias.replace("model.layers.1.", "layer1.layer.")
+    params = named_parameters(family.blocks(config))
+    assert [one for one, param in params.items() if not param.requires_grad] == [name]
+    (rule,) = (one for one in family.hf.weights.own(config) if one.param == name)
+    assert (rule.tensor, rule.keep_float32) == (bias, True)
+
+
+def test_what_no_gradient_reaches_is_not_trained_and_said() -> None:
+    _, notes = prepared(load(["--model.name", "hf:bart"], FAMILIES))
+    (note,) = notes
+    assert "not trained, as no gradient reaches them: 20 parameters" in note
+    assert "encoder_attn" in note
+
+
+def test_fused_weights_are_sharded_by_heads_and_parts() -> None:
+    run, notes = prepared(load(["--model.name", "hf:gpt2", "--mesh", "tp2"], FAMILIES))
+    axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
+    parts = [["heads", 4], ["kv_heads", 4], ["kv_heads", 4]]
+    assert axes["layer*.layer.attn.c_attn.weight"] == [{"stacked": parts}, None]
+    assert axes["layer*.layer.mlp.c_fc.weight"] == ["ffn", None]
+    assert notes == ()
+
+
+def test_sequence_parallelism_names_the_blocks_that_work_on_whole_sequences() -> None:
+    words = ["--model.name", "hf:mixtral", "--mesh", "tp2", "--parallel.sequence", "True"]
+    _, notes = prepared(load(words, FAMILIES))
+    (note,) = notes
+    assert "sequence parallelism: layer* works on whole sequences: layer0.layer.mlp.gate" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart", "diffllama"])
+def test_text_is_generated_as_from_whole_forwards(name: str) -> None:
+    outcome = proven(name, {"mesh": "dp2"}, what=("generate",))
+    assert outcome.word == "equal", outcome.text
+
+
+def test_attributes_are_scaled_only_while_attention_runs() -> None:
+    """By the rows that a shard of the fused linear has, also where the forward fails."""
+    lm = adapt(build(config_of("gpt2", TINY)))
+    attention = lm.get_submodule("transformer.h.0.attn")
+    ShardSizes(attention, lm.config)
+    attention.c_attn.weight = nn.Parameter(attention.c_attn.weight[:96])  # type: ignore[union-attr, index]
+    seen: list[tuple[object, ...]] = []
+    attention.c_attn.register_forward_pre_hook(
+        lambda *_: seen.append((attention.num_heads, attention.split_size, attention.head_dim))
+    )
+    with pytest.raises(RuntimeError):
+        attention(torch.zeros(1, 4, 64))
+    assert seen == [(2, 32, 16)]
+    assert (attention.num_heads, attention.split_size) == (4, 64)
 
 
 def test_layers_that_run_twice_are_no_chain() -> None:

@@ -16,6 +16,7 @@ from weft.errors import Fault, PlanError, counted, type_and_message
 from weft.models.common.batch import Batch, forward, token_example
 from weft.models.common.init import named_parameters
 from weft.models.runs_without_memory import run_without_memory
+from weft.models.transformers.adapt import adapt, buffers_in_folders, transposed_linears
 from weft.models.transformers.capture import LENGTH, OTHER, ROWS, Captured, capture
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.experts import expert_params
@@ -112,10 +113,8 @@ def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def build(config: Any, *, implementation: str = NAME) -> nn.Module:
-    """A model with the initial values of transformers, on torch's current device.
-
-    Buffers that transformers stores in folders, such as the correction biases of routers, are
-    parameters that are not trained: so they are read, kept and written like all others.
+    """A model with the initial values of transformers, on torch's current device; its blocks are
+    those of `adapt(build(...))`.
 
     Args:
         implementation: of attention and experts, as transformers names it.
@@ -128,13 +127,6 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     lm: nn.Module = model_class(own)
-    stored = lm.state_dict().keys()
-    for path, module in lm.named_modules():
-        for name, buffer in list(module._buffers.items()):
-            is_stored = f"{path}.{name}".lstrip(".") in stored
-            if is_stored and buffer is not None and buffer.is_floating_point():
-                del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     return lm
 
 
@@ -146,15 +138,18 @@ class Architecture:
         config: of transformers.
         captured: from one run without memory.
         shapes: name of a parameter, as transformers has it -> shape.
+        transposed: names of weights that transformers has as [in, out].
+        kept: names of buffers of transformers that are parameters here.
         experts: names of parameters whose first dim counts experts.
-        stored_buffers: names of buffers that transformers stores in a folder and that are no
-            parameters of `build`.
+        stored_buffers: names of buffers that transformers stores in a folder, and weft does not.
         untrained: names of parameters that no gradient of the loss reaches.
     """
 
     config: Any
     captured: Captured
     shapes: Mapping[str, tuple[int, ...]]
+    transposed: frozenset[str]
+    kept: frozenset[str]
     experts: frozenset[str]
     stored_buffers: frozenset[str]
     untrained: frozenset[str] = frozenset()
@@ -191,6 +186,9 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     try:
         with torch.device("meta"):
             lm = build(config, implementation=implementation)
+            transposed = frozenset(f"{path}.weight" for path, _ in transposed_linears(lm))
+            kept = frozenset(path for _, _, path in buffers_in_folders(lm))
+            lm = adapt(lm)
     except Exception as error:
         what = f"transformers cannot build it: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes, or another architecture")) from error
@@ -198,7 +196,15 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     shapes = {name: tuple(param.shape) for name, param in named}
     captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
     buffers = frozenset(lm.state_dict()) - shapes.keys()
-    found = Architecture(config, captured, shapes, expert_params(lm), buffers)
+    found = Architecture(
+        config=config,
+        captured=captured,
+        shapes=shapes,
+        transposed=transposed,
+        kept=kept,
+        experts=expert_params(lm),
+        stored_buffers=buffers,
+    )
     unused = shapes.keys() - param_names(found).values()
     if unused:
         what = f"{counted(len(unused), 'parameter')} that no token of a text passes"

@@ -25,6 +25,7 @@ from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import POSITIONS, Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import BlockCall, calling, current_call
+from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import is_drop_out
 
 
@@ -253,6 +254,7 @@ def blocks_of_model(
     for path in captured.set_attends(lm):
         module = lm.get_submodule(path)
         if has_region(path):
+            ShardSizes(module, lm.config)
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
     set_dispatch(lm)

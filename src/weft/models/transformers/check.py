@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.config.hf.architectures import KEY
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, forward, token_batch
+from weft.models.transformers.adapt import adapt
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.capture import OTHER
 from weft.models.transformers.chain import blocks_of_model
@@ -69,7 +70,7 @@ def _compare(found: Architecture, *, packs_documents: bool) -> None:
             what = f"transformers' own forward fails: {type_and_message(error)}"
             raise PlanError(Fault(KEY, what, fix=OTHER)) from error
         try:
-            own = _filled(found, found.captured.implementation)
+            own = adapt(_filled(found, found.captured.implementation))
             blocks = blocks_of_model(own, found.captured)
             logits = forward(blocks, batch)
         except Exception as error:
@@ -109,8 +110,9 @@ def _filled(found: Architecture, implementation: str) -> nn.Module:
     with torch.device("cpu"), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         lm = build(found.config, implementation=implementation).double()
-        for param in lm.parameters():
-            param.add_(torch.randn_like(param), alpha=NOISE)
+        stored = lm.state_dict(keep_vars=True).values()
+        for x in {id(x): x for x in stored if x.is_floating_point()}.values():
+            x.add_(torch.randn_like(x), alpha=NOISE)
     return lm.eval()  # without dropout, which transformers draws in another way
 
 

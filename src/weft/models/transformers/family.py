@@ -14,6 +14,7 @@ from weft.code.sources import version_of
 from weft.code.values import short_digest
 from weft.config.hf.architectures import KEY, PREFIX, architectures, model_type_of
 from weft.errors import ConfigError, Fault
+from weft.models.transformers.adapt import adapt
 from weft.models.transformers.axis_rows import axes_of, shards
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
@@ -46,7 +47,7 @@ def transformers_family(name: str) -> UserFamily:
     def blocks(config: Any) -> dict[str, nn.Module]:
         """The chain embed, layer0, ..., head."""
         found = architecture_of(model_type, values_of(config))
-        lm = build(found.config, implementation=found.captured.implementation)
+        lm = adapt(build(found.config, implementation=found.captured.implementation))
         for own in found.untrained:
             lm.get_parameter(own).requires_grad_(False)
         return blocks_of_model(lm, found.captured, has_region=shards(found, vars(config)))

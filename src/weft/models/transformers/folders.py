@@ -94,7 +94,9 @@ class FolderConfig:
         """One tensor a parameter, under transformers' name."""
         found = architecture_of(self.model_type, self._values(cfg))
         for name, own in param_names(found).items():
-            yield WeightRule(name, own)
+            yield WeightRule(
+                name, own, transposed=own in found.transposed, keep_float32=own in found.kept
+            )
 
     def _values(self, cfg: Any) -> dict[str, Any]:
         sizes = dict(fields_of(default_config(self.model_type)))

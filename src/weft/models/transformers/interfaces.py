@@ -95,7 +95,7 @@ def attention(
     number = call.num_calls.get(id(module), 0)
     call.num_calls[id(module)] = number + 1
     attend = getattr(module, attend_name(number))
-    return attend(q, k, v, call.batch), None
+    return attend(q, k, v, call.batch).contiguous(), None  # some layers take a view of it
 
 
 def attend_name(number: int) -> str:

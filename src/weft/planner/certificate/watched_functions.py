@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.comm import ops
 from weft.core.axes import StateAxes
 from weft.core.dimension import pipeline_axis, replicated_axes
 from weft.models.common import experts
 from weft.models.common.experts import Sorting
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert import dispatch
-from weft.parallel.tensor.dims import DimFactor
+from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dims, with_dim
 from weft.parallel.zero import grad_norm, param_group
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
 from weft.planner.certificate.step_comm import StepComm
@@ -50,6 +51,7 @@ class WatchedFunctions:
             (dispatch, "_by_expert"): self._by_expert,
             (step_module, "exact_sum"): self._exact_sum,
             (param_group, "FixedOrderSum"): self._fixed_order_sum,
+            (ops, "scatter_to_region"): self._scatter_to_region,
         }
         before = {}
         for (module, name), change in changes.items():
@@ -142,6 +144,29 @@ class WatchedFunctions:
                 types.append(VARYING if axis == EP else _rows_of(one, x, num_rows))
             self.mode.set(x, tuple(types))
         return sorting
+
+    def _scatter_to_region(
+        self,
+        original: Callable[..., Tensor],
+        x: Tensor,
+        comm: Any,
+        axis: str,
+        dim: int,
+        **sizes: Any,
+    ) -> Tensor:
+        """This rank's part, along `dim`, of what all ranks have."""
+        types = self.mode.types_of(x)
+        with self.mode.paused():
+            out = original(x, comm, axis, dim, **sizes)
+        found = []
+        for name, one in zip(self.mode.axes, types, strict=True):
+            if name == axis and not one.is_same_everywhere:
+                self.mode.report(axis, f"takes a part of a tensor that is {one.text}")
+            dims = one.dims if one.kind == "sharded" else whole_dims(x.shape)
+            part = DimFactor(out.shape[dim], sharded=name == axis or is_sharded(dims[dim]))
+            is_part = name == axis or one.kind == "sharded"
+            found.append(of_dims(with_dim(dims, dim, (part,))) if is_part else _reshaped(one, out))
+        return self.mode.set(out, tuple(found))
 
     def _check_loss(self, loss: Tensor) -> None:
         """A loss is summed over all ranks: along data axes it is partial, of copies one is counted."""
