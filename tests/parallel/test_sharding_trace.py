@@ -685,6 +685,18 @@ def test_attention_computed_in_place_is_followed_through_its_products() -> None:
     for block in (InPlace, ByHand):
         for layout in ("tp2", "tp2, sequence parallel"):
             assert compare(Shape(block, PLAIN), layout) < TOLERANCE
+    one = {"micro_size": 1, "microbatches": 4}
+    assert compare(Shape(ByHand, PLAIN), "tp2", **one) < TOLERANCE
+
+
+def test_a_product_of_one_sequence_keeps_its_heads_sharded() -> None:
+    """Before, [H, S, K] as [1, H, S, K] had the sharded unit in the new dim: rejected later."""
+    for num_heads in (1, 4):
+        x = ((DimFactor(num_heads, sharded=True),), whole_dim(8), whole_dim(3))
+        assert regroup(x, (1, num_heads, 8, 3), inferred=None, name="view") == (whole_dim(1), *x)
+    bias = ((DimFactor(8, sharded=True),),)
+    by_head = ((DimFactor(1, sharded=True),), whole_dim(8))
+    assert regroup(bias, (1, 8), inferred=0, name="view") == by_head
 
 
 def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> None:
