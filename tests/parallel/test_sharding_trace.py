@@ -44,6 +44,8 @@ from weft.models.common.experts import Dispatch, Experts
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss
 from weft.models.common.moe import Choice, MoE, Router
+from weft.parallel.model.fingerprint import fingerprint
+from weft.parallel.model.module_copy import copied_module
 from weft.parallel.tensor.dims import DimFactor, ShardingError, regroup, whole_dim
 from weft.parallel.tensor.sharded_sizes import ShardedNumber, ShardedSize
 from weft.testing import run_ranks
@@ -167,6 +169,32 @@ class Depthwise(InlineMLP):
         return self.down(F.silu(conv).transpose(1, 2))
 
 
+class InList(InlineMLP):
+    """Calls a linear by a list. Before, the one that was replaced: its input gradient was not summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.up, F.gelu]
+
+    def mlp(self, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(y)
+        return self.down(y)
+
+
+class InClosure(InlineMLP):
+    """An MLP as a function that closes over its modules, as in minGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        up = self.up
+        self.hidden = lambda y: F.gelu(up(y) * self.scale)
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.hidden(y))
+
+
 class ConvolutionOverSharded(InlineMLP):
     def mlp(self, y: Tensor) -> Tensor:
         x = self.up(y).transpose(1, 2)
@@ -278,12 +306,36 @@ def test_outputs_of_parallel_linears_may_be_changed_in_place(layout: str) -> Non
     [
         (Depthwise, {"layer*.conv.weight": ("ffn", "one", "taps"), "layer*.conv.bias": ("ffn",)}),
         (EmbeddedValues, {"layer*.values.weight": ("entry", "kv_heads")}),
+        (InList, {}),
     ],
 )
-def test_features_may_be_convolved_one_by_one_and_looked_up(
+def test_features_may_be_convolved_looked_up_and_computed_by_a_list(
     block: Callable[[], nn.Module], axes: AxisTable, layout: str
 ) -> None:
     assert compare(Shape(block, {**PLAIN, **axes}), layout) < TOLERANCE
+
+
+def test_a_copy_has_functions_over_its_own_modules() -> None:
+    """Before, the trace of a copy followed the modules of the block: partial gradients were not summed."""
+    block = InClosure().double()
+    copied = copied_module(block, {})
+    y = torch.randn(2, D, dtype=torch.float64)
+    before = block.hidden(y)
+    with torch.no_grad():
+        copied.scale.fill_(3.0)
+        copied.up.weight.zero_()
+        copied.up.bias.fill_(1.0)
+    assert torch.equal(block.hidden(y), before)
+    assert torch.equal(copied.hidden(y), F.gelu(torch.full_like(before, 3.0)))
+    assert fingerprint(block) is None
+    assert fingerprint(InlineMLP()) is not None
+
+
+def test_parameters_of_other_modules_than_the_traced_ones_are_rejected() -> None:
+    message = rejection(
+        InClosure, "tp2"
+    )  # its blocks are copies, whose functions call the first ones
+    assert "reads a parameter by something else than its modules" in message
 
 
 def test_an_embedding_is_not_sharded_along_both_dims() -> None:
@@ -633,6 +685,18 @@ def test_attention_computed_in_place_is_followed_through_its_products() -> None:
     for block in (InPlace, ByHand):
         for layout in ("tp2", "tp2, sequence parallel"):
             assert compare(Shape(block, PLAIN), layout) < TOLERANCE
+    one = {"micro_size": 1, "microbatches": 4}
+    assert compare(Shape(ByHand, PLAIN), "tp2", **one) < TOLERANCE
+
+
+def test_a_product_of_one_sequence_keeps_its_heads_sharded() -> None:
+    """Before, [H, S, K] as [1, H, S, K] had the sharded unit in the new dim: rejected later."""
+    for num_heads in (1, 4):
+        x = ((DimFactor(num_heads, sharded=True),), whole_dim(8), whole_dim(3))
+        assert regroup(x, (1, num_heads, 8, 3), inferred=None, name="view") == (whole_dim(1), *x)
+    bias = ((DimFactor(8, sharded=True),),)
+    by_head = ((DimFactor(1, sharded=True),), whole_dim(8))
+    assert regroup(bias, (1, 8), inferred=0, name="view") == by_head
 
 
 def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> None:

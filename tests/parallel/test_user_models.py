@@ -344,7 +344,7 @@ class RankDifference:
     names: set[str]
 
 
-def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: str) -> float:
+def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: object) -> float:
     """Largest difference between the layout and one device, over the loss and all gradients.
 
     `mesh` and `options` replace those of the layout's plan.

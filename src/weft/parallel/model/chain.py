@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
+from weft.parallel.model.module_copy import copied_module
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             copies[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
     copied: dict[str, nn.Module] = {}
     for name, block in model.items():
-        copied[name] = copy.deepcopy(block, memo=copies)
+        copied[name] = copied_module(block, copies)
     return copied
 
 
@@ -93,7 +93,11 @@ def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def replace_module(block: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """The block with `new` in place of `old`, under every name that it has."""
+    """The block with `new` in place of `old`, under every name that it has, and where a list or a function
+    of the user's calls `old`.
+    """
+    if all(module is not old for module in new.modules()):  # else `new` calls it
+        vars(old)["forward"] = new
     if block is old:
         new._forward_pre_hooks.update(old._forward_pre_hooks)  # they decide what it is called with
         return new

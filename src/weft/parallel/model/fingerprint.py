@@ -9,9 +9,9 @@ Note [Fingerprints]
         functions, classes     by identity, as are members of enums
         the given `opaque`     by identity
 
-    A module that holds an object with a `__deepcopy__` of its own, a bound method, or one that
-    cannot be pickled, has no fingerprint. State outside the module is not seen: globals, class
-    attributes, closures.
+    A module that holds an object with a `__deepcopy__` of its own, a bound method, a function that
+    closes over modules, or an object that cannot be pickled, has no fingerprint. State outside the
+    module is not seen: globals, class attributes, other closures.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from weft.parallel.model.module_copy import closes_over_modules
 
 META = torch.device("meta")
 
@@ -142,6 +144,8 @@ class _Writer(pickle.Pickler):
             place = len(self.tensors)
             self.tensors.append(self._describe(obj))
             return self._number(obj, "tensor", place)
+        if closes_over_modules(obj):
+            raise pickle.PicklingError("a function that closes over modules belongs to one module")
         if issubclass(kind, _IDENTITY_TYPES) or key in self._opaque_ids:
             place = len(self.identities)
             self.identities.append(obj)

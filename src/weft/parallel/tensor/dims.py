@@ -110,6 +110,9 @@ def regroup(
         has_tokens: whether the first dims are those of tokens: sequences of which a rank has one
             stay apart from their columns, and a first dim of one entry that is new is no unit.
     """
+    is_new_first = inferred != 0 and len(dims) > 1 and tuple(sizes) == (1, *map(length, dims))
+    if is_new_first:  # products of one sequence: [H, S, K] to [1, H, S, K]
+        return (whole_dim(1), *dims)
     stream: list[DimFactor] = []
     for dim in dims:
         stream.extend(factor for factor in dim if factor.size > 1 or factor.sharded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from weft.models.common.init import path_below
 from weft.models.common.layers import Loss, RegionInput
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META
+from weft.parallel.model.module_copy import copied_module
 from weft.parallel.tensor.dims import Dims, is_sharded
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
@@ -59,7 +59,7 @@ def local_block(
             param_name = f"{name}.{path}"
             local = params[param_name]
             copies[key] = _local_copy(param_name, param, local, trace)
-    copied = copy.deepcopy(block, copies)
+    copied = copied_module(block, copies)
     for module in block.modules():
         attributes = vars(module)
         containers = [attributes[name] for name in MODULE_ATTRIBUTES]

@@ -35,12 +35,12 @@ Note [Sharding trace]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.models.common.dropout_mode import CallShards
@@ -191,6 +191,15 @@ class Findings:
         self.dropout.update(other.dropout)
 
 
+def _reject_parameters(unknown: Iterable[Tensor]) -> None:
+    """Every parameter of the traced copy is known: another one is that of the block itself."""
+    if any(isinstance(tensor, nn.Parameter) for tensor in unknown):
+        raise ShardingError(
+            "its forward reads a parameter by something else than its modules",
+            fix="read it by an attribute of the module: not by a global, a default argument or a cache",
+        )
+
+
 def _is_below(path: str, block: str) -> bool:
     """Whether a path is that of a block, or of something inside it."""
     return path == block or path.startswith(f"{block}.")
@@ -244,6 +253,10 @@ class ShardingTrace(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         is_constant = name.startswith("new_")
         are_known = [tensor in self._values for tensor in tensors]
+        if not self.is_paused and not all(are_known):
+            _reject_parameters(
+                tensor for tensor, known in zip(tensors, are_known, strict=True) if not known
+            )
         if is_constant or not any(are_known):
             return func(*args, **kwargs)
         values = list(map(self.value, tensors))

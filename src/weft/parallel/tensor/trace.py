@@ -5,7 +5,6 @@ See Note [Sharding trace] in sharding_mode.py and Note [Equal blocks].
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from weft.models.common.layers import Loss
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.dropout_blocks import NotedDropout
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
+from weft.parallel.model.module_copy import copied_module
 from weft.parallel.tensor.dims import DECLARE_AXES, DimFactor, ShardingError, whole_dim
 from weft.parallel.tensor.dropout_dims import call_shards
 from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
@@ -282,7 +282,7 @@ class ChainTrace:
     def _instrument(self, name: str) -> nn.Module:
         """A copy of the block on local parameters, with stand-ins for its sharded modules."""
         if name in self._repeats:
-            self.model[name] = copy.deepcopy(self.model[name])
+            self.model[name] = copied_module(self.model[name], {})
         block = self.model[name]
         key = id(block)
         _reject_compiled(name, block)
