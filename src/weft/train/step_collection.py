@@ -37,7 +37,6 @@ def collecting_by_step(every: int) -> Iterator[Callable[[int], None]]:
         if number % every == 0:
             gc.collect(ALL if number % (WHOLE * every) == 0 else NEW)
 
-    gc.collect(NEW)  # of the start: the first one in a step would take 50 ms for it
     gc.disable()
     try:
         yield after_step
