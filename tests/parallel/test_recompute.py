@@ -21,7 +21,7 @@ from weft.layout.recomputation import RecomputeMode, read_policy
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
-from weft.parallel.recompute.blocks import FullRecompute, recompute_block
+from weft.parallel.recompute.blocks import FullRecompute, recompute_blocks
 from weft.parallel.recompute.selective import SelectiveRecompute
 from weft.testing import run_ranks
 
@@ -36,6 +36,10 @@ def llama_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
     return family.blocks(family.Config(layers=1, dim=D, heads=H, kv_heads=G, ffn=FFN))["layer0"].to(
         dtype
     )
+
+
+def recomputed(block: nn.Module, mode: RecomputeMode) -> nn.Module:
+    return recompute_blocks({"layer0": block}, {"layer0": mode})["layer0"]
 
 
 def some_batch() -> Batch:
@@ -58,7 +62,7 @@ def saved_by_layer(mode: RecomputeMode, dtype: torch.dtype) -> int:
     batch = some_batch()
     live = Live()
     given = (x, *layer.parameters(), batch.positions)
-    block = recompute_block(layer, mode)
+    block = recomputed(layer, mode)
     with live:
         y = block(x, batch)
     return live.num_bytes(but=(y, *given))
@@ -97,7 +101,7 @@ def test_gradients_are_bit_equal_to_those_without_recomputation(
     def gradients(mode: RecomputeMode) -> list[Tensor]:
         layer = llama_layer(dtype)
         x = some_input(dtype)
-        block = recompute_block(layer, mode)
+        block = recomputed(layer, mode)
         out = block(x, some_batch())
         out.square().sum().backward()
         return [x.grad, *(param.grad for param in layer.parameters())]
@@ -120,7 +124,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of_backward(mode: RecomputeMode) -> Count[str]:
-    y = recompute_block(llama_layer(), mode)(some_input(), some_batch())
+    y = recomputed(llama_layer(), mode)(some_input(), some_batch())
     with Calls() as calls:
         y.backward(torch.ones_like(y))
     return calls.of
@@ -160,7 +164,7 @@ def kept_over_time(mode: RecomputeMode, *, is_split: bool) -> tuple[int, int]:
     gc.disable()  # what only the garbage collector would free counts as saved
     try:
         with live, split or nullcontext():
-            y = recompute_block(layer, mode)(x, batch)
+            y = recomputed(layer, mode)(x, batch)
         before = live.num_bytes(but=(y, *given))
         with live:
             y.backward(torch.ones_like(y))
@@ -195,14 +199,14 @@ def test_under_a_split_backward_neither_forward_nor_i_saves_more() -> None:
 def test_a_graph_that_is_retained_runs_backward_twice(mode: RecomputeMode) -> None:
     layer = llama_layer()
     x = some_input()
-    y = recompute_block(layer, mode)(x, some_batch()).square().sum()
+    y = recomputed(layer, mode)(x, some_batch()).square().sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
 
 
 def test_without_gradients_nothing_is_saved() -> None:
-    block = recompute_block(llama_layer(), "full")
+    block = recomputed(llama_layer(), "full")
     with torch.no_grad():
         assert not block(some_input(), some_batch()).requires_grad
 

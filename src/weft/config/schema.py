@@ -477,7 +477,7 @@ class GuardConfig(ConfigSection):
 
 
 class SupervisionConfig(ConfigSection):
-    """Supervision of local ranks: hangs and restarts."""
+    """Processes of ranks: hangs, restarts, garbage collection."""
 
     timeout_s: float = Field(
         0.0,
@@ -492,6 +492,12 @@ class SupervisionConfig(ConfigSection):
     elastic: bool = Field(
         False,
         description="with fewer ranks than the mesh has (torchrun, Slurm, nproc), use the best smaller layout",
+    )
+    gc_every: int = Field(
+        10,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between collections of Python's garbage, after the same steps on all ranks; 0: when Python does",
     )
     full_mesh: str = Field(
         "", description="elastic: mesh to return to when its ranks are back; empty: mesh"

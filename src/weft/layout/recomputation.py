@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from weft.errors import Fault, counted
 
 KEY = "parallel.recompute"
-RecomputeMode = Literal["none", "selective", "full"]
+RecomputeMode = Literal["none", "selective", "full", "offload"]
 MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 AUTO = "auto"
 """A choice by the memory of the devices, made at the start."""

@@ -293,6 +293,7 @@ def build_training(
         evaluator=evaluator,
         save_at_end=run.save.at_end,
         save_wait_s=run.save.wait_s,
+        gc_every=run.run.gc_every,
         run_folder=run_folder,
         peak_lr=run.optim.lr,
         on_phase=attempt.status.on_phase if attempt else None,

@@ -24,6 +24,7 @@ from weft.train.loop_texts import non_finite_advice, restart_note, stop_note
 from weft.train.sample_texts import SampleTexts
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
+from weft.train.step_collection import collecting_by_step
 from weft.train.step_loop import StepLoop, ignore_phase
 from weft.train.step_profiler import StepProfiler
 from weft.train.straggler import StragglerWatch
@@ -93,6 +94,7 @@ def _run_steps(
         GuardError: a guard stopped the run.
     """
     num_done = training.step_range.start
+    num_steps = training.step_range.total
     events = step_events(
         training.step,
         training.loader,
@@ -110,16 +112,18 @@ def _run_steps(
         blocks=training.blocks,
     )
     try:
-        for event in events:
-            if event["event"] == "save_failed" and event.get("step") == training.step_range.total:
-                event = {**event, "is_last": True}  # training does not continue
-            logged: Iterable[Event] = (event,)
-            if with_more is not None:
-                logged = with_more(event)
-            for each in logged:
-                log.emit(each)
-            if event["event"] in STEP_COUNTING:
-                num_done = int(event["step"])
+        with collecting_by_step(training.gc_every) as collect_after:
+            for event in events:
+                if event["event"] == "save_failed" and event.get("step") == num_steps:
+                    event = {**event, "is_last": True}  # training does not continue
+                logged: Iterable[Event] = (event,)
+                if with_more is not None:
+                    logged = with_more(event)
+                for each in logged:
+                    log.emit(each)
+                if event["event"] in STEP_COUNTING:
+                    num_done = int(event["step"])
+                    collect_after(num_done)
     except GuardError as error:
         if training.check is not None:  # the verdict on a step that is wrong
             for verdict in training.check.take_events():

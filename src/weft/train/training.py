@@ -69,6 +69,7 @@ class Training:
 
     Attributes:
         save_at_end: whether the last step is saved.
+        gc_every: steps between collections of garbage; 0: whenever Python does.
         save_wait_s: how long a disk that does not take it is tried again.
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
@@ -104,3 +105,4 @@ class Training:
     blocks: BlockStats | None = None
     profiler: StepProfiler | None = None
     save_wait_s: float = 0.0
+    gc_every: int = 0

@@ -26,7 +26,7 @@ from weft.models.common.dropout_mode import (
 from weft.models.runs_without_memory import run_without_memory
 from weft.parallel.model.chain import PlainChain
 from weft.parallel.model.compiled_block import CompiledBlock
-from weft.parallel.recompute.blocks import RecomputedBlock
+from weft.parallel.recompute.blocks import OffloadedBlock, RecomputedBlock
 
 
 def sharding_rank(comm: Comm) -> ShardingRank:
@@ -211,6 +211,6 @@ class DroppingBlock(nn.Module):
 
 def block_as_written(block: nn.Module) -> nn.Module:
     """The block that a model file has, whose modules have the names of its parameters."""
-    while isinstance(block, RecomputedBlock | DroppingBlock | CompiledBlock):
+    while isinstance(block, RecomputedBlock | OffloadedBlock | DroppingBlock | CompiledBlock):
         block = block.block
     return block

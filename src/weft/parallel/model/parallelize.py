@@ -40,7 +40,8 @@ from weft.parallel.model.ties import (
     shared_parameters,
     ties_on_rank,
 )
-from weft.parallel.recompute.blocks import recompute_block
+from weft.parallel.recompute.blocks import recompute_blocks
+from weft.parallel.recompute.offload import host_copying
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def parallelize(
         name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
     }
-    stages = _stages_of(dropping, plan, rank=here)
+    stages = _stages_of(dropping, plan, rank=here, device=comm.device)
     shards: dict[str, ParamShard] = {}
     for name in params:
         shards[name] = _shard(
@@ -276,18 +277,18 @@ def _ranks_of_blocks(plan: Plan) -> dict[str, int]:
 
 
 def _stages_of(
-    blocks: Mapping[str, nn.Module], plan: Plan, *, rank: int
+    blocks: Mapping[str, nn.Module], plan: Plan, *, rank: int, device: torch.device
 ) -> dict[int, nn.ModuleDict]:
     """The stages of a pipeline rank, with recomputation around their blocks."""
     modes = plan.recompute_of
+    has_offload = "offload" in plan.recompute_policy.modes
+    copying = host_copying(device) if has_offload else None
     stages: dict[int, nn.ModuleDict] = {}
     for number, stage in enumerate(plan.stages):
         if plan.table.stage_to_rank[number] != rank:
             continue
-        modules: dict[str, nn.Module] = {}
-        for name in stage.blocks:
-            modules[name] = recompute_block(blocks[name], modes[name])
-        stages[number] = nn.ModuleDict(modules)
+        own = {name: blocks[name] for name in stage.blocks}
+        stages[number] = nn.ModuleDict(recompute_blocks(own, modes, copying))
     return stages
 
 

@@ -1,6 +1,7 @@
 """Blocks whose activations are recomputed: what is saved between forward and backward, by `parallel.recompute`.
 
 none        everything that autograd saves
+offload     everything, large tensors on the host: recompute/offload.py
 selective   results that are cheap to recompute from what is saved anyway are not saved: recompute/selective.py
 full        the block's input alone; its forward is recomputed
 """
@@ -8,7 +9,7 @@ full        the block's input alone; its forward is recomputed
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,12 +20,47 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.layout.recomputation import RecomputeMode
 from weft.models.common.batch import Batch
 from weft.parallel.autograd.split_backward import active_split_backward
+from weft.parallel.recompute.offload import HostCopying, OffloadChain
 from weft.parallel.recompute.selective import SelectiveRecompute
 
 
-def recompute_block(block: nn.Module, mode: RecomputeMode) -> nn.Module:
-    """The block with this mode of recomputation."""
-    return block if mode == "none" else RecomputedBlock(block, mode)
+def recompute_blocks(
+    blocks: Mapping[str, nn.Module],
+    modes: Mapping[str, RecomputeMode],
+    copying: HostCopying | None = None,
+) -> dict[str, nn.Module]:
+    """The blocks of a stage, each with its mode of recomputation.
+
+    Args:
+        copying: of offloaded blocks; None: their saved tensors stay where they are.
+    """
+    chain = None if copying is None else OffloadChain(copying)
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        if modes[name] == "offload" and chain is not None:
+            found[name] = OffloadedBlock(block, chain)
+        elif modes[name] in ("selective", "full"):
+            found[name] = RecomputedBlock(block, modes[name])
+        else:
+            found[name] = block
+    return found
+
+
+class OffloadedBlock(nn.Module):
+    """A block whose saved tensors are on the host between its forward and its backward."""
+
+    def __init__(self, block: nn.Module, chain: OffloadChain) -> None:
+        super().__init__()
+        self.block = block
+        self.chain = chain
+        self.number = chain.add_block()
+
+    def forward(self, x: Tensor, batch: Batch) -> Any:
+        """The block's own forward."""
+        if not torch.is_grad_enabled():
+            return self.block(x, batch)
+        call = self.chain.begin(self.block, number=self.number)
+        return call.run(lambda: self.block(x, batch))
 
 
 class RecomputedBlock(nn.Module):
