@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import results_page
+
 from tests.docs import layout_picture, terminal_recording
 from tests.docs.social_card import social_card
 from weft.cli import main

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks import results, results_page
 from benchmarks.results import RESULTS
 from benchmarks.results_page import FOLDER, PAGE, page_with_tables, read

@@ -5,6 +5,7 @@ See Note [Sharding trace] in sharding_mode.py and Note [Equal blocks].
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
