@@ -78,7 +78,7 @@ def test_grouped_products_compute_what_one_device_computes(
         num_tokens.append(len(x_NK))
         return by_offsets(x_NK, weight_EKM, offs=offs)
 
-    monkeypatch.setitem(expert_choice.GROUPED_BYTES["cpu"], "float64", 8)
+    monkeypatch.setitem(expert_choice.GROUPED_BYTES, "float64", 8)
     monkeypatch.setattr(F, "grouped_mm", noted)
     check(case)
     assert sum(num_tokens) > 0

@@ -74,6 +74,7 @@ SMALL = (
 MIXTURE = "--model.name deepseek --model.layers 2 --model.dim 32 --data.seq_len 16 --batch.micro_size 1 --device cpu"
 MIXTURES = {
     "ep2": "--mesh ep2 --batch.global_size 4",
+    "ep2 bfloat16": "--mesh ep2 --batch.global_size 4 --precision.compute bfloat16",
     "pp2 ep2 tp2 zero2": "--mesh pp2,ep2,tp2 --parallel.zero 2 --batch.global_size 4",
     "ep2 cp2 full recompute": "--mesh ep2,cp2 --parallel.recompute full --batch.global_size 4",
 }

@@ -14,8 +14,10 @@ ExpertKernelName = Literal["grouped", "loop"]
 
 GROUPED_CAPABILITIES = (9, 10)
 """GPUs by their major number; on others `grouped_mm` reads the loads on the host and loops, too."""
-GROUPED_BYTES = {"cpu": {"float32": 4, "bfloat16": 2, "float16": 2}, "cuda": {"bfloat16": 2}}
-"""Number types that `grouped_mm` multiplies, and the size of an entry; on a GPU others are looped."""
+GROUPED_BYTES = {"bfloat16": 2}
+"""Number types that `grouped_mm` multiplies on CPUs, on these GPUs and on the meta device, and the size
+of an entry; what it multiplies on some of them alone cannot be predicted.
+"""
 ROW_UNIT_BYTES = 16
 MOST_GROUPS = 1023
 
@@ -76,9 +78,9 @@ def choose_expert_kernel(call: ExpertCall, device: ExpertDevice) -> ExpertKernel
 
 
 def _why_not_grouped(call: ExpertCall, device: ExpertDevice) -> str | None:
-    size = GROUPED_BYTES[device.kind].get(call.dtype)
+    size = GROUPED_BYTES.get(call.dtype)
     if size is None:
-        return f"grouped_mm does not take {call.dtype} on {device.kind}"
+        return f"grouped_mm does not take {call.dtype}"
     if device.kind == "cuda" and device.capability[0] not in GROUPED_CAPABILITIES:
         return "grouped_mm needs a GPU of capability 9.x or 10.x"
     if any(length * size % ROW_UNIT_BYTES for length in (call.inner, call.columns)):

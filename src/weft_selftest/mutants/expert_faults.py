@@ -26,8 +26,6 @@ from weft_selftest.mutants.tensor_faults import INIT, first_shard_of, partial_wi
 
 EP = MutantLayout("ep2", family="qwen3-moe")
 AXIS = (EP_AXIS,)
-FLOAT32 = " ".join(f"--precision.{name} float32" for name in ("params", "compute", "reduce"))
-"""In which products of experts are grouped on a CPU, as they are in bfloat16 on a GPU."""
 DISPATCH = "weft.parallel.expert.dispatch:ExpertParallelDispatch.forward"
 FINISH = "weft.parallel.zero.gradient_reducer:GradientReducer.finish"
 FIRST_MIXTURE = ("layer0",)
@@ -147,7 +145,7 @@ MUTANTS = (
     Mutant(
         "tokens_of_experts_begin_at_those_of_another_expert",
         "offsets of a grouped product are shifted by one expert",
-        MutantLayout("ep2", family="qwen3-moe", options=FLOAT32),
+        MutantLayout("ep2", family="qwen3-moe", options="--precision.compute bfloat16"),
         (FunctionFault("weft.parallel.expert.dispatch:ExpertLoads", loads_of_next_experts),),
         axes=AXIS,
         blocks=FIRST_MIXTURE,

@@ -104,9 +104,7 @@ def expert_linear(
 ) -> Tensor:
     """`F.linear` with the weight and the bias of each token's expert -> y_NM, in the same order."""
     choice = _choose_kernel(x_NK, weight_EMK, loads)
-    # torch computes the shapes of grouped_mm for bfloat16 alone
-    has_no_shapes = x_NK.dtype != torch.bfloat16 and not _has_values(x_NK)
-    if choice.kernel == "loop" or has_no_shapes:
+    if choice.kernel == "loop":
         return _loop(x_NK, weight_EMK, loads, bias_EM)
     y_NM = F.grouped_mm(x_NK, weight_EMK.mT, offs=loads.ends)
     return y_NM if bias_EM is None else y_NM + _bias_of_tokens(x_NK, bias_EM, loads)
