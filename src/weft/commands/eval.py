@@ -20,6 +20,7 @@ from weft.config.schema import (
     SCORED,
     BatchConfig,
     DataConfig,
+    DataFormat,
     EvalConfig,
     ParallelConfig,
     PipelineConfig,
@@ -154,9 +155,9 @@ def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
     """The data that `--data` names, read with the model's tokenizer and template."""
     tokenizer = arguments.tokenizer or source.tokenizer().name
     stored = source.run.data
-    record_format = arguments.format
-    if source.run.loss in SCORED:
-        record_format = source.run.loss
+    record_format: DataFormat = arguments.format
+    if stored.format in SCORED:
+        record_format = stored.format
     has_rows = inner_name(Path(arguments.data)).endswith(tuple(ROW_SUFFIXES))
     if record_format == "auto" and not has_rows:
         record_format = "text"

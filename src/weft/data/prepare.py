@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from weft.config.schema import DataFormat
+from weft.config.schema import DataFormat, RecordFormat
 from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.documents import ReadOptions, SplitOn, TextChunk
@@ -191,10 +191,10 @@ def _write_folder(
                 inputs, reader, writers, round_trip, options=options, report=report
             )
     _check_has_tokens(writers["train"], inputs)
-    record_format = None
+    record_format: RecordFormat | Literal["tokens"] | None = None
     if reader is not None:
         _store_template(folder, reader)
-        record_format = TOKENS if options.format == TOKENS else reader.format
+        record_format = "tokens" if options.format == TOKENS else reader.format
     meta = PreparedMeta(
         format=FORMAT if reader is None else RECORDS_FORMAT,
         dtype=dtype,

@@ -104,10 +104,10 @@ def all_heads_first(select: Callable[..., Any], draws: Any, chosen: slice) -> An
 
 def by_own_documents(forward: Callable[..., Any], block: Any, x: Tensor, batch: Batch) -> Any:
     """Documents are counted in the columns of a rank, repeated."""
-    whole = batch.whole_documents
-    if whole is not None:
-        num_parts = whole.shape[1] // batch.documents.shape[1]  # type: ignore[union-attr]
-        batch = replace(batch, whole_documents=torch.cat([batch.documents] * num_parts, 1))
+    own, whole = batch.documents, batch.whole_documents
+    if own is not None and whole is not None:
+        repeated = torch.cat([own] * (whole.shape[1] // own.shape[1]), 1)
+        batch = replace(batch, whole_documents=repeated)
     return forward(block, x, batch)
 
 
