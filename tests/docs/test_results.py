@@ -45,8 +45,7 @@ def test_kept_pages_are_small_and_name_no_folder_of_a_machine(name: str) -> None
 def test_what_the_page_claims_holds() -> None:
     assert min(evaluations("shakespeare", "one").values()) < 1.9
     muon, adamw = evaluations("speedrun", "muon one"), evaluations("speedrun", "adamw one")
-    step = max(muon.keys() & adamw.keys())
-    assert muon[step] < adamw[step]
+    assert muon[100] < adamw[160]
     for run in read("mnist")["runs"]:
         if run["label"] == "float32 dp4":
             assert run["largest_difference"] == 0
