@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs pictures matrix architectures clusters support bench chaos gpu clean
+.PHONY: help setup train test slow check docs pictures results matrix architectures clusters support bench chaos gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -65,6 +65,9 @@ docs: pictures  ## the documentation as HTML in build/site; warnings are errors
 pictures: $(STAMP)  ## the pictures of the pages, drawn by weft; RECORD=1: from a new run of train and prove
 	@$(if $(RECORD),PYTHONPATH=. $(BIN)/python -m tests.docs.terminal_recording)
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.docs.pictures >/dev/null
+
+results: $(STAMP)  ## docs/results.md: four small public results, on one device and on layouts (ONLY=mnist: one of them)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.results $(ONLY)
 
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals

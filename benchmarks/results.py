@@ -35,15 +35,13 @@ from weft.models.common.batch import Batch
 from weft.report.downsample import downsampled
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
-from weft.train.event_lines import read_run_events
-from weft.train.event_log import EVENTS
 
 RUNS = Path("runs/results")
 DATA = Path("examples/data")
 PAIRS = RUNS / "pairs"
 BASE = RUNS / "base"
 """The model of the first result for transformers, from which the preference run starts."""
-NUM_PAIRS = {"train": 320, "valid": 100}
+NUM_PAIRS = {"train": 320, "valid": 64}
 MOST_CHARS = 40
 """Of a line of a preference pair."""
 MOST_POINTS = 400
@@ -76,8 +74,8 @@ class Result:
 
 
 def write_pairs() -> None:
-    """Lines of Shakespeare with the line that follows, and one that does not; and the model that has
-    read them.
+    """Lines of Shakespeare with the line that follows, in capitals (chosen) and as written; and the
+    model that has read them.
     """
     PAIRS.mkdir(parents=True, exist_ok=True)
     for split, count in NUM_PAIRS.items():
@@ -87,8 +85,9 @@ def write_pairs() -> None:
         with (PAIRS / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(count):
                 place = draw.randrange(len(lines) - 1)
-                pair = {"prompt": f"{lines[place]}\n", "chosen": lines[place + 1]}
-                file.write(json.dumps({**pair, "rejected": draw.choice(lines)}) + "\n")
+                prompt, line = f"{lines[place]}\n", lines[place + 1]
+                pair = {"prompt": prompt, "chosen": line.upper(), "rejected": line}
+                file.write(json.dumps(pair) + "\n")
     shutil.rmtree(BASE, ignore_errors=True)
     weft("export", str(RUNS / "shakespeare" / "one"), str(BASE))
 
@@ -139,10 +138,10 @@ RESULTS: Mapping[str, Result] = {
         },
     ),
     "dpo": Result(
-        "DPO: the line that follows against another one, from the model above",
+        "DPO: lines in capitals are preferred, from the model of Shakespeare",
         f"--model.from_hf {BASE} --data.source {PAIRS}/train.jsonl --data.format preference"
         f" --eval.source {PAIRS}/valid.jsonl --loss dpo --data.seq_len 160 --eval.every 10 --batch.global_size 16"
-        " --optim.lr 3e-4 --optim.warmup 5 --optim.decay cosine --steps 40",
+        " --optim.lr 1e-4 --optim.warmup 5 --optim.decay cosine --steps 30",
         {"one": "--batch.micro_size 16", "tp2": "--mesh tp2 --batch.micro_size 8"},
         {"tp2": "one"},
         write_pairs,
@@ -198,7 +197,7 @@ def figures(name: str) -> dict[str, Any]:
                 "largest_difference": max(apart),
                 "accuracy": accuracy(folder) if run.unit == "images" else None,
                 "proof": [str(event["verdict"]) for event in run.proofs],
-                "seconds": _seconds(folder),
+                "seconds": float(run.end["seconds"]),
                 "curve": _points(run, losses[label]),
                 "difference_curve": _points(run, apart),
             }
@@ -228,12 +227,6 @@ def accuracy(folder: Path) -> float:
             value.copy_(stored.read(f"{name}.{parameter}", Box.whole(tuple(value.shape))))
         x = block(x, batch)
     return float((x.argmax(dim=1) == labels).double().mean())
-
-
-def _seconds(folder: Path) -> float:
-    """Duration of a run, from its last event."""
-    *_, end = read_run_events(folder / EVENTS)
-    return float(end["seconds"])
 
 
 def write(name: str) -> None:

@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "results.md"
 FOLDER = DOCS / "results"
 PICTURES = DOCS / "pictures"
-TABLE = re.compile(r"(<!-- table of (\w+) -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table of (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+STEPS = re.compile(r"--steps (\d+)")
 HEADINGS = (
     *("run", "steps", "last loss", "evaluation, best", "evaluation, last"),
     *("largest difference of a step's loss", "first step"),
@@ -47,18 +48,23 @@ def names() -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """The runs of a result as a Markdown table."""
+    planned = int(STEPS.findall(result["words"])[0])
     has_accuracy = result["runs"][0]["accuracy"] is not None
     headings = (*HEADINGS, "accuracy") if has_accuracy else HEADINGS
-    rows = [headings, ["---"] * len(headings), *(list(_cells(run)) for run in result["runs"])]
+    rows = [
+        headings,
+        ["---"] * len(headings),
+        *(list(_cells(run, planned)) for run in result["runs"]),
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _cells(run: dict[str, Any]) -> Iterator[str]:
+def _cells(run: dict[str, Any], planned: int) -> Iterator[str]:
     evaluated = [loss for _, loss in run["evaluations"]]
     is_reference = run["compared_with"] == run["label"]
     ranks = f" ({run['ranks']} ranks)" if run["ranks"] > 1 else ""
     yield f"{run['label']}{ranks}"
-    yield f"{run['steps']:,}"
+    yield f"{run['steps']:,}" + (f" of {planned:,}" if run["steps"] < planned else "")
     yield f"{run['last_loss']:.6f}"
     yield f"{min(evaluated):.6f}"
     yield f"{evaluated[-1]:.6f}"
@@ -87,7 +93,7 @@ def result_picture(result: dict[str, Any]) -> str:
         if points:
             spread.append(_series(run["label"], index, *zip(*points, strict=True)))
     charts = [
-        Chart("loss", "Loss, with evaluations as points", "nats", tuple(curves)),
+        Chart("loss", "Loss", "nats", tuple(curves)),
         Chart(
             "difference",
             "Difference of the loss from one device",
@@ -107,7 +113,7 @@ def _series(
 
 def page_with_tables(page: str) -> str:
     """The page with its tables drawn anew."""
-    return TABLE.sub(lambda found: found[1] + table(read(found[2])), page)
+    return TABLE.sub(lambda found: f"{found[1]}\n{table(read(found[2]))}\n\n", page)
 
 
 def write_page() -> None:

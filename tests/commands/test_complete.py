@@ -21,7 +21,7 @@ COMMANDS = [
 
 
 def in_bash(words: Sequence[str]) -> list[str]:
-    """What bash offers for the last word."""
+    """How bash completes what is typed so far."""
     lines = [
         script("bash", COMMANDS),
         f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _weft",
@@ -31,7 +31,7 @@ def in_bash(words: Sequence[str]) -> list[str]:
 
 
 def in_zsh(words: Sequence[str]) -> list[str]:
-    """What zsh offers; it leaves out itself what does not begin with the last word."""
+    """How zsh completes what is typed so far; it drops words that do not begin with it by itself."""
     lines = [
         "compadd() { shift; printf '%s ' $@ }; _files() { }",
         f"words=({shlex.join(words)}); CURRENT={len(words)}",

@@ -10,6 +10,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from weft.errors import EXIT_OK, EXIT_USER
 from weft.report.charts import charts
 from weft.report.downsample import downsampled
 from weft.report.figures import answers, final_figures, stage_memory
+from weft.report.heat_map import expert_heat_map
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.report.svg_charts import WIDTH, chart_svg, picture
@@ -334,3 +336,24 @@ def test_the_formula_and_the_peak_of_mfu_are_on_the_page(tmp_path: Path) -> None
     for text in (mfu.note, answers(run)[2].lines[1]):
         assert "3 forwards of model FLOPs, of 50 TFLOP/s a device" in text
         assert "2e+12, over its time and the peak of 4 devices" in text
+
+
+def test_expert_loads_are_a_heat_map_of_blocks_and_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [1.0] * 200)
+    assert expert_heat_map(RunRecord.read(folder)) == ""
+    loads = [{"layer0": 1.0, HOSTILE: 1.0 + step / 200} for step in range(200)]
+    events = [{"event": "blocks", "step": at, "expert_load": load} for at, load in enumerate(loads)]
+    add_events(folder, *events)
+    run = RunRecord.read(folder)
+    drawn = ElementTree.fromstring(expert_heat_map(run))
+    boxes = [each for each in drawn.iter() if each.tag.endswith("rect")]
+    assert len({each.get("y") for each in boxes}) == 2
+    assert len(boxes) == 2 * 67  # of three steps each, the largest
+    opacity = [float(each.get("fill-opacity", "")) for each in boxes]
+    assert set(opacity[:67]) == {0.06}
+    assert opacity[67:] == sorted(opacity[67:])
+    assert opacity[-1] == 1
+    assert "layer0, step 2: 1" in expert_heat_map(run)
+    page = report_page([run])
+    assert "Expert load by block and step" in page
+    assert "<img" not in page

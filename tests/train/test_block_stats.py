@@ -126,6 +126,7 @@ def assert_close(events: list[Event], expected: list[Event]) -> None:
         for field in ("grad_norm", "param_rms"):
             assert list(actual[field]) == list(one[field])
             assert actual[field] == pytest.approx(one[field], rel=1e-10)
+        assert actual.get("expert_load") == one.get("expert_load")  # of whole numbers of tokens
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -155,6 +156,9 @@ def test_the_norms_of_the_blocks_make_the_norm_of_the_step(
     for step, blocks in zip(of_kind(events, "step"), of_kind(events, "blocks"), strict=True):
         total = math.hypot(*blocks["grad_norm"].values())
         assert total == pytest.approx(step["grad_norm"], rel=1e-12)
+        loads = blocks.get("expert_load", {})
+        assert list(loads) == (["layer0", "layer1"] if model == "experts" else [])
+        assert max(loads.values(), default=0.0) == step.get("expert_load", 0.0)
 
 
 def test_norms_are_without_the_loss_scale(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from weft.report.figures import (
     measured_memory_text,
     stage_memory,
 )
+from weft.report.heat_map import expert_heat_map
 from weft.report.mesh_picture import mesh_picture
 from weft.report.recorded_values import Mark, RunRecord
 from weft.report.svg_charts import COLOURS, DARK, PALETTE, chart_svg, style
@@ -88,6 +89,7 @@ def report_page(
         charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
         answers=[(run, answers(run)) for run in runs],
         figures=_by_name([final_figures(run) for run in tabled]),
+        heat_maps=[(run, expert_heat_map(run)) for run in runs],
         stages=[(run, stage_memory(run), measured_memory_text(run)) for run in runs],
         differing=list(config_rows(tabled, different_keys(configs))),
         config=list(

@@ -1,4 +1,4 @@
-"""Gradient norm and root mean square of the parameters of each block, over all ranks, every n steps."""
+"""Gradient norm, root mean square of the parameters and expert load of each block, over all ranks, every n steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.dimension import local_update_axes
+from weft.core.dimension import local_update_axes, pipeline_axis
 from weft.parallel.zero import grad_norm
+from weft.train.expert_load import imbalance
 from weft.train.step import ComputedStep, TrainStep
 from weft.train.step_stats import StepTotals
 
-GRADIENTS, PARAMETERS, ENTRIES = range(3)
-"""Columns of the sums of a block: squares of the gradients, squares of the parameters, entries."""
+GRADIENTS, PARAMETERS, ENTRIES, LOAD = range(4)
+"""Columns of the sums of a block: squares of the gradients, squares of the parameters, entries; largest over mean
+load of an expert, which one rank adds.
+"""
 
 
 @dataclass
@@ -49,7 +52,11 @@ class BlockStats:
     def measure(self, computed: ComputedStep, totals: StepTotals) -> None:
         """Sum over all ranks; called when the gradients are reduced."""
         comm = self.step.model.comm
-        sums = comm.sum_world(self._local_sums().flatten())
+        table = self._local_sums()
+        if all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis != pipeline_axis()):
+            for name, load in computed.loads.items():
+                table[self.blocks.index(name), LOAD] = imbalance({name: load}, table.device)
+        sums = comm.sum_world(table.flatten())
         self._sums = sums.view(len(self.blocks), -1)
         self._scale = computed.scale
 
@@ -65,16 +72,20 @@ class BlockStats:
         num_replicas = self.step.model.comm.degree(local_update_axes())
         norms: dict[str, float] = {}
         sizes: dict[str, float] = {}
+        loads = {name: row[LOAD] for name, row in table.items() if row[LOAD]}
         for name, row in table.items():
             if row[ENTRIES]:
                 norms[name] = (row[GRADIENTS] / num_replicas) ** 0.5 / self._scale
                 sizes[name] = (row[PARAMETERS] / row[ENTRIES]) ** 0.5
-        return {"grad_norm": norms, "param_rms": sizes}
+        fields = {"grad_norm": norms, "param_rms": sizes}
+        return {**fields, "expert_load": loads} if loads else fields
 
     def _local_sums(self) -> Tensor:
-        """This rank's part of the sums, [blocks, 3], float64: 0 for what an earlier rank counts."""
+        """This rank's part of the sums, [blocks, 4], float64: 0 for what an earlier rank counts, and for
+        the load.
+        """
         model, grads = self.step.model, self.step.grads
-        table = torch.zeros(len(self.blocks), 3, dtype=torch.float64, device=model.comm.device)
+        table = torch.zeros(len(self.blocks), 4, dtype=torch.float64, device=model.comm.device)
         counted = [
             name
             for name in grads.sharded_params
