@@ -521,6 +521,16 @@ def test_keys_that_weft_computes_differently_are_rejected_by_name(tmp_path: Path
     described(folder_with(tmp_path, base))
 
 
+def test_what_a_family_does_not_compute_is_trained_by_transformers_own_code(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {**LLAMA, "model_type": "llama", "attention_bias": True, "hidden_size": "wide"}
+    with pytest.raises(CheckpointError) as caught:
+        described(folder_with(tmp_path, config))
+    fixes = {fault.what.partition(":")[0].split()[0]: fault.fix for fault in caught.value.faults}
+    assert fixes["attention_bias"] == "--model.name hf:llama trains it with transformers' own code"
+    assert fixes["hidden_size"] == "download the file again"
+
+
 def test_a_key_of_the_wrong_kind_is_reported_with_all_others(tmp_path: Path):
     folder = folder_with(tmp_path, {**LLAMA, "mlp_bias": True, "head_dim": 32, "unheard_of": 1})
     with pytest.raises(CheckpointError) as caught:
