@@ -260,7 +260,7 @@ def test_config_of_each_preset_comes_back_as_it_was(tmp_path: Path, name: str):
             for name in set(type(config).model_fields) - set(fields)
         }
     )
-    training_only = {"balance_loss", "balance_rate", "mtp_loss", "dropout"}
+    training_only = {"balance_loss", "balance_rate", "mtp_loss", "dropout", "labels"}
     scaling = {name for name in type(config).model_fields if name.startswith("rope_scaling")}
     assert set(type(config).model_fields) - set(fields) <= training_only | scaling, (
         "the folder decides all others"
