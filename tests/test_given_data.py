@@ -227,12 +227,12 @@ def losses(data: Any, out: Path, **keys: Any) -> list[float]:
 
 def test_an_endless_stream_trains_the_same_on_any_layout_and_resumes(tmp_path: Path) -> None:
     """Resumed with a stream of other items, the run continues with those that it has read."""
-    micro = {"batch.micro_size": 1}
+    micro = {"batch.micro_size": 1, "steps": 6}
     whole = losses(Stream(sample), tmp_path / "whole", **micro)
     expected = losses(
         {
-            "x": torch.stack([sample(number)[0] for number in range(8)]),
-            "y": np.array([sample(number)[1] for number in range(8)]),
+            "x": torch.stack([sample(number)[0] for number in range(24)]),
+            "y": np.array([sample(number)[1] for number in range(24)]),
         },
         tmp_path / "arrays",
         **{**micro, "data.order": "stored"},
@@ -254,7 +254,7 @@ def test_an_endless_stream_trains_the_same_on_any_layout_and_resumes(tmp_path: P
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-12)
     assert not other.num_read
     with pytest.raises(weft.WeftError, match="steps: the run has read of Stream"):
-        losses(other, tmp_path / "part", resume="auto", steps=4, **micro)
+        losses(other, tmp_path / "part", **{**micro, "resume": "auto", "steps": 8})
 
 
 def test_a_dataset_that_has_changed_is_rejected_at_a_resume(tmp_path: Path) -> None:

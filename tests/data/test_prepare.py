@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import subprocess
 import sys
 import tracemalloc
 from itertools import pairwise
@@ -742,3 +743,18 @@ def test_texts_that_a_tokenizer_changes_are_rejected_at_the_start_of_a_run(
         open_data(prepared_data, model)
     few = "--steps 1 --model.layers 1 --data.seq_len 4 --prove.before never --transport threads"
     assert main([*command.split(), *few.split(), "--out", str(tmp_path / "run")]) == EXIT_OK
+
+
+def test_the_number_of_workers_changes_no_byte(tmp_path):
+    """A process has one number of threads, so each preparation is one of its own."""
+    lines = "".join(f"a line with the number {number}\n" for number in range(3000))
+    (tmp_path / "text.txt").write_text(lines)
+    found = []
+    for workers in ("1", "3"):
+        out = tmp_path / f"prepared{workers}"
+        words = ["text.txt", "--out", out, "--tokenizer", "train", "--vocab", "300"]
+        command = [sys.executable, "-m", "weft", "data", "prepare", *words, "--workers", workers]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        found.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert found[0] == found[1]
+    assert found[0]["train.bin"]

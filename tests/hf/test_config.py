@@ -260,7 +260,7 @@ def test_config_of_each_preset_comes_back_as_it_was(tmp_path: Path, name: str):
             for name in set(type(config).model_fields) - set(fields)
         }
     )
-    training_only = {"balance_loss", "balance_rate", "mtp_loss", "dropout"}
+    training_only = {"balance_loss", "balance_rate", "mtp_loss", "dropout", "labels"}
     scaling = {name for name in type(config).model_fields if name.startswith("rope_scaling")}
     assert set(type(config).model_fields) - set(fields) <= training_only | scaling, (
         "the folder decides all others"
@@ -519,6 +519,16 @@ def test_keys_that_weft_computes_differently_are_rejected_by_name(tmp_path: Path
         described(folder)
     assert len(caught.value.faults) == 1
     described(folder_with(tmp_path, base))
+
+
+def test_what_a_family_does_not_compute_is_trained_by_transformers_own_code(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {**LLAMA, "model_type": "llama", "attention_bias": True, "hidden_size": "wide"}
+    with pytest.raises(CheckpointError) as caught:
+        described(folder_with(tmp_path, config))
+    fixes = {fault.what.partition(":")[0].split()[0]: fault.fix for fault in caught.value.faults}
+    assert fixes["attention_bias"] == "--model.name hf:llama trains it with transformers' own code"
+    assert fixes["hidden_size"] == "download the file again"
 
 
 def test_a_key_of_the_wrong_kind_is_reported_with_all_others(tmp_path: Path):

@@ -23,6 +23,8 @@ from weft.errors import ConfigError, DataError, Fault, UserError, counted, did_y
 from weft.view.bar import ByteProgress
 
 MAX_VOCAB = 2**31
+THREADS_VARIABLE = "RAYON_NUM_THREADS"
+"""Threads of the library tokenizers, which reads it when it encodes first."""
 BYTE_VOCAB = 256
 
 
@@ -60,6 +62,12 @@ class PrepareArguments(ConfigSection):
         0.01, description="share of documents kept for validation, 0 to 1"
     )
     seed: int = Field(1, ge=0, lt=2**63, description="seed of the choice of those documents")
+    workers: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="threads of a tokenizer.json; 0: one a core; the result is the same",
+    )
 
 
 def run(words: Sequence[str]) -> int:
@@ -99,7 +107,9 @@ def prepare_data(words: Sequence[str]) -> int:
     missing = tuple(_missing_arguments(arguments))
     if missing:
         raise ConfigError(*missing)
-    options = PrepareOptions(**arguments.model_dump(exclude={"out"}))
+    if arguments.workers:
+        os.environ[THREADS_VARIABLE] = str(arguments.workers)
+    options = PrepareOptions(**arguments.model_dump(exclude={"out", "workers"}))
     with ByteProgress() as bar:
         out = Path(os.path.expanduser(arguments.out))
         meta = prepare(options, out, bar.show)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
-        record_format=record_format or "text",
+        record_format=cast(Any, record_format or TEXT),  # AUTO is none of a reader
         classes=options.classes,
         num_shared=num_shared,
         num_changed=round_trip.num_different,
@@ -331,18 +331,17 @@ def _encode_text(
         end_tokens = [tokenizer.end]
     num_documents = 0
     for batch in _batches(read_all(inputs, read_options)):
-        encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
+        texts = [chunk.text for chunk in batch]
+        encoded = tokenizer.encode_batch(texts)
         numbers = []
         for chunk in batch:
             numbers.append(num_documents)
             num_documents += chunk.ends
         kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
-        for number, chunk, tokens, is_kept in zip(
-            numbers, batch, encoded, kept_for_validation, strict=True
-        ):
+        round_trip.check_batch(texts, encoded, documents=numbers)
+        for chunk, tokens, is_kept in zip(batch, encoded, kept_for_validation, strict=True):
             writer = writers["valid" if is_kept else "train"]
             writer.add(tokens)
-            round_trip.check(chunk.text, tokens, document=number)
             if chunk.ends:
                 writer.add(end_tokens)
                 writer.end_document()

@@ -38,9 +38,21 @@ class RoundTrip:
             document: its number from 0.
             adds_special: whether special tokens may stand before and after the text.
         """
+        if not self._is_exact:
+            decoded = self.tokenizer.decode(tokens)
+            self._compare(text, decoded, document=document, adds_special=adds_special)
+
+    def check_batch(
+        self, texts: Sequence[str], tokens: Sequence[Sequence[int]], *, documents: Sequence[int]
+    ) -> None:
+        """Compare many texts with their tokens, which are decoded on all cores."""
         if self._is_exact:
             return
-        decoded = self.tokenizer.decode(tokens)
+        decoded = self.tokenizer.decode_batch(tokens)
+        for text, found, document in zip(texts, decoded, documents, strict=True):
+            self._compare(text, found, document=document, adds_special=False)
+
+    def _compare(self, text: str, decoded: str, *, document: int, adds_special: bool) -> None:
         if decoded == text or (adds_special and text in decoded):
             return
         self.num_different += 1

@@ -93,6 +93,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of many texts, on as many threads as the tokenizer has."""
 
+    def decode_batch(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of many lists of ids, on as many threads."""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ids; invalid UTF-8 becomes the replacement character."""
 
@@ -139,6 +142,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Bytes of the texts, as `bytes`."""
         return [text.encode("utf-8", "surrogateescape") for text in texts]
+
+    def decode_batch(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of many lists of bytes."""
+        return list(map(self.decode, tokens))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of bytes; an id that is no byte, which a model with a larger vocabulary may produce,
@@ -232,6 +239,14 @@ class FileTokenizer:
         with self._without_panics():
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def decode_batch(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of many lists of ids, on all cores."""
+        with self._without_panics():
+            texts: list[str] = self._inner.decode_batch(
+                list(map(list, tokens)), skip_special_tokens=False
+            )
+        return texts
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text, special tokens by name; unknown ids, which a model with a padded vocabulary may

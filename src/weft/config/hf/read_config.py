@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
     family, mapping = find_family(config, families, key=str(path))
     faults = tuple(config_faults(config, mapping.config, key=str(path)))
     if faults:
-        raise CheckpointError(*faults)
+        raise CheckpointError(*_with_other_code(faults, config))
     return DescribedModel(
         family=family.Config.family,
         fields={**_read_fields(config, mapping.config), **_labels(config, mapping)},
@@ -80,6 +80,19 @@ def _labels(config: Json, mapping: HFMapping) -> Flat:
         return {}
     names = config.get("id2label")
     return {"labels": len(names) if names else config.get("num_labels", 2)}
+
+
+def _with_other_code(faults: Iterable[Fault], config: Json) -> Iterator[Fault]:
+    """Faults of settings that weft's family does not compute, with the family that does: that of
+    transformers' own code.
+    """
+    model_type = config.get("model_type")
+    own = architectures().get(str(model_type))
+    is_decoder = own is not None and _architecture(config) in (None, own)
+    has_code = is_decoder and not config.get("quantization_config")
+    fix = f"--model.name {PREFIX}{model_type} trains it with transformers' own code"
+    for fault in faults:
+        yield replace(fault, fix=fix) if has_code and not fault.fix else fault
 
 
 def hf_mappings(families: Families) -> dict[str, HFMapping]:
