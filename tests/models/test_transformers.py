@@ -66,6 +66,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         ("mixtral", {"mesh": "pp2 tp2", "parallel.sequence": True, "parallel.recompute": "full"}),
         ("phi3", {"mesh": "tp3", "model.dim": 48, "model.heads": 6, "model.kv_heads": 3}),
         ("axk2", {"mesh": "dp2", "parallel.zero": 3}),
+        ("codegen", {"mesh": "tp2"}),
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:

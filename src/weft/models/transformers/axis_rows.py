@@ -16,9 +16,24 @@ Row = tuple[DimAxis | None, ...]
 
 def shards(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
     """Path of a module in transformers -> whether axes shard something in it."""
+    return _paths_of(found, values, lambda _row: True)
+
+
+def shards_parts(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Path of a module in transformers -> whether axes shard a fused weight in it by its parts."""
+    return _paths_of(found, values, lambda row: any(isinstance(axis, Stacked) for axis in row))
+
+
+def _paths_of(
+    found: Architecture, values: Mapping[str, Any], is_meant: Callable[[Row], bool]
+) -> Callable[[str], bool]:
     stored = _stored(values)
-    sharded = [own for name, own in param_names(found).items() if rows_of(name, stored)]
-    return lambda path: any(own.startswith(f"{path}.") for own in sharded)
+    meant = [
+        own
+        for name, own in param_names(found).items()
+        if any(is_meant(stored[row]) for row in rows_of(name, stored))
+    ]
+    return lambda path: any(own.startswith(f"{path}.") for own in meant)
 
 
 def _stored(values: Mapping[str, Any]) -> dict[str, Row]:

@@ -244,17 +244,23 @@ def enter_region(module: nn.Module, args: tuple[Any, ...], options: dict[str, An
 
 
 def blocks_of_model(
-    lm: nn.Module, captured: Captured, *, has_region: Callable[[str], bool] = lambda _: False
+    lm: nn.Module,
+    captured: Captured,
+    *,
+    has_region: Callable[[str], bool] = lambda _: False,
+    has_parts: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, nn.Module]:
     """The chain embed, layer0, ..., head of a model of transformers.
 
     Args:
         has_region: path of an attention module -> whether a tensor-parallel region may begin there.
+        has_parts: ... -> whether a fused weight in it may be sharded by its parts.
     """
     for path in captured.set_attends(lm):
         module = lm.get_submodule(path)
         if has_region(path):
-            ShardSizes(module, lm.config)
+            if has_parts(path):
+                ShardSizes(module, lm.config)
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
     set_dispatch(lm)

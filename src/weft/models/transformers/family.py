@@ -15,7 +15,7 @@ from weft.code.values import short_digest
 from weft.config.hf.architectures import KEY, PREFIX, architectures, model_type_of
 from weft.errors import ConfigError, Fault
 from weft.models.transformers.adapt import adapt
-from weft.models.transformers.axis_rows import axes_of, shards
+from weft.models.transformers.axis_rows import axes_of, shards, shards_parts
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
@@ -50,7 +50,12 @@ def transformers_family(name: str) -> UserFamily:
         lm = adapt(build(found.config, implementation=found.captured.implementation))
         for own in found.untrained:
             lm.get_parameter(own).requires_grad_(False)
-        return blocks_of_model(lm, found.captured, has_region=shards(found, vars(config)))
+        return blocks_of_model(
+            lm,
+            found.captured,
+            has_region=shards(found, vars(config)),
+            has_parts=shards_parts(found, vars(config)),
+        )
 
     def axes(config: Any) -> Mapping[str, Any]:
         """Logical axes by exact name."""

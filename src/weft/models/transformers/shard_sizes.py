@@ -19,6 +19,8 @@ class ShardSizes:
 
     While its forward runs, they are scaled as the rows of its column-parallel linears are: a
     `view(B, S, self.num_heads, self.head_dim)` or `split(self.split_size)` fits the shards of a rank.
+    For fused weights that are sharded by their parts alone: only there the trace compares the pieces
+    that the code takes with what they are.
     """
 
     def __init__(self, module: nn.Module, config: Any) -> None:
@@ -39,9 +41,10 @@ class ShardSizes:
     def _scale(self, module: nn.Module, _args: object) -> None:
         for linear in module.children():
             whole = getattr(linear, "out_features", None)
-            if whole is None or linear.weight.shape[0] == whole:
+            weight: Any = getattr(linear, "weight", None)
+            if whole is None or weight is None or weight.shape[0] == whole:
                 continue
-            rows = linear.weight.shape[0]
+            rows = weight.shape[0]
             for name, size in self._sizes.items():
                 setattr(module, name, size * rows // whole)
             if self._config is not None:
