@@ -237,7 +237,7 @@ def test_explain_counts_what_is_on_the_host_and_not_on_the_device() -> None:
     assert [memory.host for memory in memories["none"]] == [0, 0]
     first, last = memories["offload"]
     assert first.host > 1.9 * last.host  # two micro-batches are under way, and one
-    assert copied == [4 * last.host] * 2  # each micro-batch once
+    assert copied == [2 * first.host, 4 * last.host]  # each of four micro-batches once
     plain, _ = memories["none"]
     spared = plain.peak - first.peak
     assert 0.5 * first.host < spared < first.host  # two blocks are on the device
@@ -254,4 +254,4 @@ def test_activations_that_the_host_does_not_hold_are_rejected() -> None:
     run = load(["--mesh", "dp2"], FAMILIES)
     assert host_fault(run, {"0": 2**30}, 2 * 2**30) is None
     fault = host_fault(run, {"0": 2**30}, 2 * 2**30 - 1)
-    assert "larger than the memory of their host (got 2 GiB for 2 ranks" in str(fault)
+    assert "larger than the memory of their host (got 2.00 GiB for 2 ranks" in str(fault)
