@@ -196,7 +196,8 @@ TABLE = {
     ),
     "recompute unknown": (
         *("--parallel.recompute", "some"),
-        "error: parallel.recompute: unknown value (got 'some'; need one of none, selective, full)",
+        "error: parallel.recompute: unknown value (got 'some'; need none, selective, full, offload, of the first layers "
+        "of a stage alone as full:12, or auto)",
     ),
     "zero unknown": (
         "--parallel.zero",

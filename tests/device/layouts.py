@@ -49,6 +49,7 @@ class Layout:
 
 
 BF16 = "--precision.compute bfloat16"
+OFFLOAD = "--parallel.recompute offload --data.seq_len 8192"
 PACKED_LENGTH = 2048
 PACKED = f"--data.packing documents --data.seq_len {PACKED_LENGTH}"
 EXPERTS = "--data.seq_len 64 --model.top_k 2 --model.dim 64 --model.expert_ffn 32 --model.experts"
@@ -58,6 +59,8 @@ LAYOUTS = (
     Layout("", BF16, is_slow=True),
     Layout("", "--parallel.recompute full", is_slow=True),
     Layout("", "--parallel.recompute selective", is_slow=True),
+    Layout("", OFFLOAD, num_layers=4, checks_streams=True),
+    Layout("dp2", f"{OFFLOAD} --parallel.zero 3 {BF16}", num_layers=4, checks_streams=True),
     Layout("", f"{PACKED} {BF16}"),
     Layout("", PACKED, is_slow=True),
     Layout("dp2", is_slow=True),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager, nullcontext
 
-from tests.device.fake_device import counts_of, prepare_torch
-from tests.device.layouts import LAYOUTS, Layout
+from tests.device.fake_device import counts_of, prepare_torch, torch  # it loads the device first
+from tests.device.layouts import LAYOUTS, OFFLOAD, Layout
 from tests.device.streams import StreamedCall
 from weft.checkpoint.host_copy import CopiesUnderWay
+from weft.parallel.recompute import offload
 
 ZERO3 = next(layout for layout in LAYOUTS if "zero 3" in layout.options)
+OFFLOADED = next(layout for layout in LAYOUTS if OFFLOAD in layout.options)
 ZERO1 = next(layout for layout in LAYOUTS if "zero 1" in layout.options)
 
 
@@ -35,6 +37,27 @@ def without_wait(op: str):
     return replaced(StreamedCall, "wait", wait)
 
 
+def free_without_wait(call: offload.OffloadedCall) -> None:
+    """The memory of a block is freed while it is copied out."""
+    call._storages.clear()
+
+
+@contextmanager
+def copies_that_wait_for_nothing():
+    """Copies begin beside what writes their sources."""
+
+    def start(copying: offload.CudaCopying, sources, targets):
+        with torch.cuda.stream(copying.stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        end = torch.cuda.Event()
+        end.record(copying.stream)
+        return lambda: torch.cuda.current_stream(copying.device).wait_event(end)
+
+    with replaced(offload.CudaCopying, "start", start):
+        yield
+
+
 MUTANTS = {
     "none": (ZERO3, nullcontext),
     "update_beside_copies": (
@@ -43,6 +66,11 @@ MUTANTS = {
     ),
     "gather_not_waited_for": (ZERO3, lambda: without_wait("all_gather")),
     "reduction_not_waited_for": (ZERO3, lambda: without_wait("reduce_scatter")),
+    "copies_out_not_waited_for": (
+        OFFLOADED,
+        lambda: replaced(offload.OffloadedCall, "free", free_without_wait),
+    ),
+    "copies_before_the_computation": (OFFLOADED, copies_that_wait_for_nothing),
     "gather_after_update_not_waited_for": (ZERO1, lambda: without_wait("all_gather")),
 }
 """Name -> layout, and how the fault is planted."""

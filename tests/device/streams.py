@@ -87,6 +87,12 @@ class Streams:
             for tensor in tensors:
                 self._access(tensor, stream, time, is_write=is_write)
 
+    def allocate(self, tensor: Tensor) -> None:
+        """New memory of the current stream, which another one may be the first to write."""
+        self.find_freed()
+        storage = tensor.untyped_storage()
+        self.memories[storage._cdata] = Memory(StorageWeakRef(storage), self.current)
+
     def overlap(self) -> dict[str, float]:
         """Operation -> share of its calls beside which the computation goes on."""
         return {
@@ -210,6 +216,9 @@ class OrderedOperations(TorchDispatchMode):
         if name.endswith("resize_") and isinstance(args[0], Tensor) and args[1] == 0:
             self.streams.free(args[0].untyped_storage())
         outputs = func(*args, **kwargs)
+        if "empty" in name:
+            for tensor in _cuda_tensors(outputs):
+                self.streams.allocate(tensor)
         if func.is_view or any(word in name for word in WITHOUT_ACCESS):
             return outputs
         mutated = _mutated(func, args, kwargs)

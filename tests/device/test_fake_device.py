@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.device.layouts import LAYOUTS, PACKED, PACKED_LENGTH, Layout
+from tests.device.layouts import LAYOUTS, OFFLOAD, PACKED, PACKED_LENGTH, Layout
 
 TABLE = Path(__file__).with_name("counts.json")
 """What each layout may cost. It may only decrease: `WEFT_UPDATE_COUNTS=1 pytest tests/device` writes
@@ -170,7 +170,7 @@ def test_a_wait_between_streams_that_is_left_out_is_found(environ):
     for line in output.splitlines():
         races.update(json.loads(line))
     assert races.pop("none") == {}
-    assert len(races) == 4
+    assert len(races) == 6
     assert all(races.values()), races
 
 
@@ -184,7 +184,9 @@ def test_waits_copies_and_launches_do_not_increase(layout, measured):
         where = {**counts["syncs"], **counts["copies"]}
         assert number <= limits[key], f"{key} increased; waits, copies: {where}"
     if layout.model == "llama3":
-        assert (row["syncs"], row["copies"]) == (1, 0), "a dense step waits once, copies nothing"
+        assert row["syncs"] == 1, "a dense step waits once"
+        is_offloaded = OFFLOAD in layout.options
+        assert (row["copies"] > 0) == is_offloaded, "a dense step copies nothing else"
         assert counts["late_syncs"] == {}, "with a late report the host waits for nothing"
 
 

@@ -177,7 +177,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optim.decay": ("exp",),
     "parallel.zero": ("4", "-1", "yes"),
     "parallel.context": ("star",),
-    "parallel.recompute": ("all",),
+    "parallel.recompute": ("all", "full:0", "full+none", "full/none/full", "auto:some"),
     "compile": ("all", "True"),
     "pipeline.schedule": ("1fb1", "nowhere.txt", "/dev/zero", "prep", "text.txt"),
     "pipeline.chunks": ("0", "257"),

@@ -31,6 +31,7 @@ MODES: tuple[Recompute, Recompute] = ("selective", "full")
 
 def cases() -> Iterator[object]:
     """Every layout with the modes in turn in `make test`, with both in `make matrix`."""
+    yield Case("pp2 dp2", zero=3, layers=4, recompute="full:1+selective/none")
     for number, layout in enumerate(LAYOUTS):
         for mode in MODES:
             is_quick = MODES[number % 2] == mode

@@ -13,11 +13,16 @@ from tests.live import Live
 from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
 from tests.parallel.test_recompute import llama_layer, recomputed, some_batch, some_input
 from weft.comm.comm import Comm
+from weft.config.load import load
+from weft.models import FAMILIES
 from weft.parallel.model import parallelize
 from weft.parallel.recompute import offload
 from weft.parallel.recompute.blocks import recompute_blocks
 from weft.parallel.recompute.offload import MetaCopying, Wait, host_copying
 from weft.parallel.recompute.recomputed_tensor import memory_of
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import measure, step_copied
+from weft.start.memory_before import host_fault
 from weft.testing import run_ranks
 
 
@@ -57,6 +62,7 @@ class LateCopying:
 
 @pytest.fixture(autouse=True)
 def all_sizes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors leave the device, too."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
 
 
@@ -215,3 +221,37 @@ def test_offloaded_steps_have_the_bits_of_plain_ones(
     assert results["none"] == results["offload"]
     assert len(copyings) == case.grid.size
     assert all(copying.waits > 0 for copying in copyings)
+
+
+WIDE = "--model.layers 6 --model.dim 256 --data.seq_len 2048 --batch.micro_size 1 --batch.global_size 4"
+
+
+def test_explain_counts_what_is_on_the_host_and_not_on_the_device() -> None:
+    run = load([*WIDE.split(), "--hardware", "h100", "--mesh", "pp2"], FAMILIES)
+    memories = {}
+    for mode in ("none", "offload"):
+        changed = run.with_values({"parallel.recompute": mode})
+        roles = measure(MeasuredRun.of(changed))
+        memories[mode] = [role.memory for role in roles]
+        copied = [step_copied(role.step, role.row) for role in roles]
+    assert [memory.host for memory in memories["none"]] == [0, 0]
+    first, last = memories["offload"]
+    assert first.host > 1.9 * last.host  # two micro-batches are under way, and one
+    assert copied == [2 * first.host, 4 * last.host]  # each of four micro-batches once
+    plain, _ = memories["none"]
+    spared = plain.peak - first.peak
+    assert 0.5 * first.host < spared < first.host  # two blocks are on the device
+
+
+def test_on_the_cpu_explain_counts_everything_as_it_is() -> None:
+    run = load([*WIDE.split(), "--device", "cpu", "--parallel.recompute", "offload:2"], FAMILIES)
+    (role,) = measure(MeasuredRun.of(run))
+    (plain,) = measure(MeasuredRun.of(run.with_values({"parallel.recompute": "none"})))
+    assert (role.memory.peak, role.memory.host) == (plain.memory.peak, 0)
+
+
+def test_activations_that_the_host_does_not_hold_are_rejected() -> None:
+    run = load(["--mesh", "dp2"], FAMILIES)
+    assert host_fault(run, {"0": 2**30}, 2 * 2**30) is None
+    fault = host_fault(run, {"0": 2**30}, 2 * 2**30 - 1)
+    assert "larger than the memory of their host (got 2.00 GiB for 2 ranks" in str(fault)

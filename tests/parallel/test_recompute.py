@@ -21,7 +21,7 @@ from weft.layout.recomputation import RecomputeMode, read_policy
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
-from weft.parallel.recompute.blocks import FullRecompute, recompute_blocks
+from weft.parallel.recompute.blocks import FullRecompute, RecomputedBlock, recompute_blocks
 from weft.parallel.recompute.selective import SelectiveRecompute
 from weft.testing import run_ranks
 
@@ -214,6 +214,22 @@ def test_without_gradients_nothing_is_saved() -> None:
 def test_embedding_head_and_loss_are_not_recomputed() -> None:
     modes = read_policy("full").of_blocks(0, ("embed", "layer0", "mtp0", "head", "loss"))
     assert [name for name, mode in modes.items() if mode == "full"] == ["layer0", "mtp0"]
+
+
+def test_each_layer_of_a_stage_has_its_own_mode() -> None:
+    case = Case("pp2", layers=4, recompute="full:1+selective/none:1+full")
+
+    def modes(comm: Comm) -> dict[str, str]:
+        blocks = make_step(case, comm).model.blocks
+        return {
+            name: block.mode if isinstance(block, RecomputedBlock) else "none"
+            for name, block in blocks.items()
+            if name.startswith("layer")
+        }
+
+    first, second = run_ranks(case.mesh, modes)
+    assert first == {"layer0": "full", "layer1": "selective"}
+    assert second == {"layer2": "none", "layer3": "full"}
 
 
 def test_a_recomputed_result_that_is_modified_in_place_is_saved_as_it_is() -> None:

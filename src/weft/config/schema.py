@@ -351,8 +351,8 @@ class ParallelConfig(ConfigSection):
         "none",
         title=NEED,
         examples=["full:12"],
-        description="activations that are recomputed in the backward: none, selective, full; full:12 in the first 12 "
-        "layers of each stage; auto: as few as the memory needs",
+        description="activations that are recomputed in the backward: none, selective, full; offload: kept in host "
+        "memory; full:12: in the first 12 layers of each stage; auto: as few as the memory needs",
     )
     logits: Literal["auto", "whole", "chunked"] = Field(
         "auto",

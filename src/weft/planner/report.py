@@ -13,7 +13,7 @@ from weft.core.mesh import WIDTH
 from weft.errors import counted
 from weft.parallel.ep import AXIS as EP
 from weft.planner.measure.overlap import Share
-from weft.planner.measure.roles import RoleCosts
+from weft.planner.measure.roles import RoleCosts, step_copied
 from weft.planner.run_costs import RunCosts
 from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.speeds import Speeds
@@ -22,6 +22,8 @@ from weft.planner.world.world_check import WorldCheck
 from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
 
+FORWARD_SHARE = 1 / 3
+"""Of the time of a pipeline: a backward has twice the products of a forward."""
 MOST_ROWS = 8
 """Roles that the text lists; of more, the first and last ones and the fullest."""
 
@@ -31,6 +33,7 @@ def costs_text(costs: RunCosts) -> str:
     lines = [
         *_memory_lines(costs.roles),
         *_fit_lines(costs),
+        *_wrapped(_offload_lines(costs)),
         *_routing_lines(costs),
         *_traffic_lines(costs.roles),
         _flops_line(costs.roles),
@@ -45,6 +48,25 @@ def costs_text(costs: RunCosts) -> str:
 def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
     """The predicted step of a measured run."""
     return prediction_lines(predict_measured(roles, speeds))
+
+
+def _offload_lines(costs: RunCosts) -> Iterator[str]:
+    """Activations on the host, what is copied, and how fast the link must be to hide that."""
+    role = max(costs.roles, key=lambda role: role.memory.host)
+    if not role.memory.host:
+        return
+    copied = step_copied(role.step, role.row)
+    yield (
+        f"offload: {memory_text(role.memory.host)} of host memory for activations of {role_name(role)}, "
+        f"{memory_text(copied)} a step out and back"
+    )
+    if costs.prediction is not None:
+        step = costs.prediction.step
+        forward_s = FORWARD_SHARE * (1 - step.bubble) * step.pipeline_s
+        yield (
+            f"  hidden behind the forward at {copied / forward_s / 1e9:.0f} GB/s to the host or more; slower below "
+            "(PCIe x16, published: 32 of generation 4, 64 of 5)"
+        )
 
 
 def _kernel_lines(roles: Sequence[RoleCosts]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from weft.config.hardware import hardware_of_cuda
 from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
 from weft.errors import ConfigError, Fault, counted
+from weft.layout.recomputation import KEY as RECOMPUTE
 from weft.run.devices import fork_problem, gpu_names
 from weft.run.forked_answer import FAILURE, Answer, ForkedAnswer
 from weft.start.environment import has_gpus
@@ -40,9 +41,11 @@ def check_memory(run: Run) -> None:
     from weft.planner.measure.roles import size_problem  # late: small runs are not measured
 
     problem = size_problem(plan_of(run), fixed_order=run.deterministic)
-    answer: Answer = {FAILURE: problem} if problem else _measured(run)
+    measured = run.with_values({"device": "cuda"}) if is_on_gpu else run
+    answer: Answer = {FAILURE: problem} if problem else _measured(measured)
     if FAILURE not in answer:
-        fault = memory_fault(run, answer, available, is_on_gpu=is_on_gpu)
+        fault = memory_fault(run, answer["peaks"], available, is_on_gpu=is_on_gpu)
+        fault = fault or host_fault(run, answer["host"], machine_bytes())
     else:
         ranks = counted(num_local_ranks(run) // num_sharing, "rank")
         states = local_states(run, run.parallel.zero) / num_sharing
@@ -80,6 +83,26 @@ def memory_fault(
         return None
     ranks = "1 rank" if is_on_gpu else counted(len(rows), "rank")
     return _too_large(run, f"{memory(needed)} for {ranks}", available, is_on_gpu=is_on_gpu)
+
+
+def host_fault(run: Run, host: Mapping[str, int], available: float) -> Fault | None:
+    """Offloaded activations of the ranks on this machine that are larger than its memory.
+
+    Args:
+        host: bytes by pipeline coordinate.
+    """
+    mesh = run.device_mesh
+    num_ranks = num_local_ranks(run)
+    needed = sum(host[str(mesh.index(rank, pipeline_axis()))] for rank in range(num_ranks))
+    if needed <= available:
+        return None
+    return Fault(
+        RECOMPUTE,
+        "the activations of the ranks are larger than the memory of their host",
+        got=f"{memory(needed)} for {counted(num_ranks, 'rank')}",
+        need=f"at most {memory(available)}",
+        fix=f"--{RECOMPUTE} offload:N with fewer layers, or --{RECOMPUTE} full",
+    )
 
 
 def _too_large(run: Run, got: str, available: float, *, is_on_gpu: bool) -> Fault:
@@ -133,4 +156,7 @@ def _peaks(run: Run) -> Answer:
     from weft.planner.measure.roles import measure
 
     roles = measure(MeasuredRun.of(run))
-    return {str(role.row): role.memory.peak for role in roles}
+    return {
+        "peaks": {str(role.row): role.memory.peak for role in roles},
+        "host": {str(role.row): role.memory.host for role in roles},
+    }

@@ -16,7 +16,7 @@ from weft.config.hf.architectures import PREFIX
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import read_json
 from weft.config.optimizers import is_user_class
-from weft.config.run import Run
+from weft.config.run import Run, recompute_of
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
 from weft.config.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
 from weft.config.validate import config_checks
@@ -247,6 +247,12 @@ def _elastic_layout(
     return {"mesh": fitting, "run.full_mesh": full_mesh}
 
 
+def _offload_notes(run: Run) -> Iterator[str]:
+    """Offloaded activations on CPUs."""
+    if "offload" in recompute_of(run).modes and not environment.has_gpus(run.device):
+        yield "parallel.recompute offload saves nothing on CPUs: their memory is the host's"
+
+
 def training_notes(run: Run) -> tuple[str, ...]:
     """Remarks on the environment, and on what a new run trains."""
     found = [
@@ -270,6 +276,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
     found.extend(map(str, unused_keys))
     found.extend(map(str, samples_are_on(sample=run.sample, sample_every=run.sample_every)))
     found.extend(rate_notes(run.optim))
+    found.extend(_offload_notes(run))
     found.extend(_prediction_notes(run.hardware, run.site))
     found.extend(_outer_step_notes(run.device_mesh, run.site, num_steps=run.steps))
     if restart_number(os.environ) and not run.resume:

@@ -22,6 +22,7 @@ from weft.start import environment
 from weft.start.auto_mesh import ChosenMesh
 from weft.view.quantity import memory
 from weft_plan.search.candidates import (
+    RECOMPUTES,
     Candidates,
     LayoutGroup,
     Space,
@@ -55,7 +56,7 @@ def fastest_mesh(run: Run, *, before_ranks: bool) -> ChosenMesh:
     if faults:
         raise ConfigError(*faults)
     pinned = PINNED
-    if is_chosen_by_memory(run.parallel.recompute) or recompute_of(run).uniform is None:
+    if is_chosen_by_memory(run.parallel.recompute) or recompute_of(run).uniform not in RECOMPUTES:
         run = run.with_values({RECOMPUTE: "none"})  # layouts have any, the same of all layers
         pinned = PINNED - {RECOMPUTE}
     return MeshSearch(run, hardware, devices, pinned).choose(before_ranks=before_ranks)

@@ -23,10 +23,10 @@ from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, UserError
 from weft.layout.recomputation import KEY as RECOMPUTE
-from weft.layout.recomputation import MODES, is_chosen_by_memory
+from weft.layout.recomputation import is_chosen_by_memory
 from weft.start.auto_mesh import ChosenMesh
 from weft.start.checked_run import load_checked_run
-from weft_plan.search.candidates import Candidates, Space, candidates, nearest_devices
+from weft_plan.search.candidates import RECOMPUTES, Candidates, Space, candidates, nearest_devices
 from weft_plan.search.layout_choice import SEARCHED, Layout, read_layout
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class SearchedRun:
         if is_chosen_by_memory(run.parallel.recompute):
             run = run.with_values({RECOMPUTE: "none"})
             pinned -= {RECOMPUTE}
-        if recompute_of(run).uniform is None:
+        if recompute_of(run).uniform not in RECOMPUTES:
             what = "the search gives all layers of a layout the same recomputation"
             got = run.parallel.recompute
-            raise ConfigError(Fault(RECOMPUTE, what, got=got, need=", ".join(MODES)))
+            raise ConfigError(Fault(RECOMPUTE, what, got=got, need=", ".join(RECOMPUTES)))
         hardware = hardware_of(run)
         if hardware is None:
             need = "a name or a hardware file"

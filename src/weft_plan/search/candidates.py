@@ -38,6 +38,8 @@ Value = TypeVar("Value")
 
 MICRO_SIZES = (1, 2, 4, 8)
 """Sequences a micro-batch that are tried, besides that of the run."""
+RECOMPUTES: tuple[str, ...] = ("none", "selective", "full")
+"""What the layers of a layout recompute, all the same."""
 CHUNKS = (2, 3, 4, 5, 6, 8)
 """Chunks a rank that are tried of schedules that take several."""
 MOST_TRIED_DEVICES = 16
@@ -235,8 +237,7 @@ class _Enumeration:
     def _of_mesh(self, layout: Layout) -> Iterator[LayoutGroup]:
         mesh = Mesh.parse(layout.mesh)
         now = self.keys.parallel.recompute
-        recomputes: Sequence[str] = ("none", "selective", "full")
-        recomputes = self._values("parallel.recompute", recomputes, now)
+        recomputes = self._values("parallel.recompute", RECOMPUTES, now)
         zeros = tuple(self._zeros(mesh))
         sequences = list(self._sequences(mesh))
         for micro_size in self._micro_sizes(mesh):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,11 @@ class CudaCopying:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the copies, made when the first one is."""
+        return torch.cuda.Stream(self.device)
 
     def host_memory(self, source: Tensor) -> Tensor:
         """Pinned, or a copy would block the host; torch keeps what is freed for the next block."""

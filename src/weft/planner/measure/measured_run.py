@@ -18,6 +18,7 @@ from weft.core.expert_choice import GROUPED_CAPABILITIES, ExpertDevice
 from weft.core.model_config import ModelConfig
 from weft.data.record_sources import packs_documents
 from weft.layout.plan import Plan
+from weft.layout.recomputation import read_policy
 from weft.layout.utilization import AdapterFlops
 from weft.models import Family
 from weft.models.common.attention_kernels import varlen_with_windows
@@ -76,12 +77,14 @@ class MeasuredRun:
         config = step_config(run)
         outer = replace(config.outer, every=MAX_COUNT)
         config = replace(config, outer=outer)
-        return MeasuredRun(config, plan_of(run), run, BatchFields.of(run))
+        return MeasuredRun(config, _measured_plan(run), run, BatchFields.of(run))
 
     def with_layout(self, values: Mapping[str, Any]) -> MeasuredRun:
         """The same step under the plan of other values of layout and batch: `{"mesh": "dp2"}`."""
         changed = self.run.with_values(values)
-        return replace(self, plan=plan_of(changed), run=changed, shared_results=SharedResults())
+        return replace(
+            self, plan=_measured_plan(changed), run=changed, shared_results=SharedResults()
+        )
 
     def with_model(self, model: ModelConfig) -> MeasuredRun:
         """The run with another model."""
@@ -124,9 +127,7 @@ class MeasuredRun:
     @property
     def _is_for_gpu(self) -> bool:
         """Whether the device of `hardware`, or else of `device`, is a GPU."""
-        hardware = hardware_of(self.run)
-        kind = self.run.device if hardware is None else hardware.device
-        return kind == "cuda"
+        return _is_for_gpu(self.run)
 
     def block_kinds(self) -> Mapping[str, str]:
         """Name of a block -> name of the first block that equals it and recomputes the same; blocks
@@ -150,3 +151,18 @@ class MeasuredRun:
             form = repeats.get(name, name), modes.get(name, "none")
             kinds[name] = firsts.setdefault(form, name)
         return kinds
+
+
+def _is_for_gpu(run: Run) -> bool:
+    """Whether a run is measured for a GPU: by the device of `hardware`, or else by `device`."""
+    hardware = hardware_of(run)
+    return (run.device if hardware is None else hardware.device) == "cuda"
+
+
+def _measured_plan(run: Run) -> Plan:
+    """The plan of a run. On CPUs what is offloaded stays where it is."""
+    plan = plan_of(run)
+    if _is_for_gpu(run):
+        return plan
+    kept = plan.recompute.replace("offload", "none")
+    return plan.model_copy(update={"recompute": read_policy(kept).text})

@@ -37,6 +37,7 @@ from weft.parallel.expert.dispatch import (
 from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
+from weft.parallel.recompute.blocks import OffloadedBlock
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import (
@@ -262,6 +263,7 @@ def record_step(
         resized = _gathered_params(step)
         recorder.resized_bytes = lambda: storage_bytes(resized)
         recorder.under_way_bytes = _under_way_of(step)
+        recorder.offloaded = _offloaded(step)
         observers = comm.observers
         comm.observers = (*observers, recorder)
         recorder.begin("targets")
@@ -429,6 +431,16 @@ def _under_way_of(step: TrainStep) -> Callable[[], int]:
         return sum(group.reducing_bytes for group in groups)
 
     return under_way_bytes
+
+
+def _offloaded(step: TrainStep) -> Callable[[], tuple[int, int]]:
+    """A function for the bytes of activations on the host, and those copied so far, at a call."""
+    blocks = step.model.blocks.values()
+    chains = {block.chain for block in blocks if isinstance(block, OffloadedBlock)}
+    return lambda: (
+        sum(chain.host_bytes for chain in chains),
+        sum(chain.copied_bytes for chain in chains),
+    )
 
 
 def _parts_of(step: TrainStep) -> Callable[[], Parts]:

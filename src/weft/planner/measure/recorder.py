@@ -77,6 +77,8 @@ class RecordedRegion:
         events: kernels, and starts and ends of collectives and messages, in order. An operation
             ends when the rank has waited for it, perhaps in a later region.
         segments: its parts by block, in order.
+        host_change: bytes of activations on the host after it that were not there before.
+        host_copied: bytes that were copied to the host.
         entry_under_way, exit_under_way: bytes of reductions that were under way at its begin and
             end.
     """
@@ -91,6 +93,8 @@ class RecordedRegion:
     segments: list[BlockSegment] = field(default_factory=list)
     entry_under_way: int = 0
     exit_under_way: int = 0
+    host_change: int = 0
+    host_copied: int = 0
 
     @property
     def kernels(self) -> Counter[KernelLaunch]:
@@ -150,6 +154,7 @@ class StepRecorder(TorchDispatchMode):
         resized_bytes: bytes, at the time of the call, of kept tensors whose storage is freed and
             allocated in place.
         under_way_bytes: of reductions, at the time of the call.
+        offloaded: bytes on the host, and bytes copied to it so far, at the time of the call.
     """
 
     def __init__(self, device: torch.device, *, parts: Callable[[], Parts] = dict) -> None:
@@ -160,6 +165,8 @@ class StepRecorder(TorchDispatchMode):
         self._parts = parts
         self.resized_bytes: Callable[[], int] = lambda: 0
         self.under_way_bytes: Callable[[], int] = lambda: 0
+        self.offloaded: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._host_entry = (0, 0)
         self._kept: dict[int, UntypedStorage] = {}
         self._live: set[int] = set()
         self._live_bytes = 0
@@ -186,6 +193,7 @@ class StepRecorder(TorchDispatchMode):
         level = self.live_bytes
         self._region = RecordedRegion(name, level, peak_bytes=level)
         self._region.entry_under_way = self.under_way_bytes()
+        self._host_entry = self.offloaded()
         self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -199,6 +207,9 @@ class StepRecorder(TorchDispatchMode):
         if self._region.name:
             self._region.exit_bytes = self.live_bytes
             self._region.exit_under_way = self.under_way_bytes()
+            held, copied = self.offloaded()
+            self._region.host_change = held - self._host_entry[0]
+            self._region.host_copied = copied - self._host_entry[1]
             self.regions.append(self._region)
         self._region = RecordedRegion("", 0)
 

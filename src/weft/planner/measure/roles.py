@@ -161,6 +161,12 @@ def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
     return tuple(chunks), frozenset(keys.values())
 
 
+def step_copied(step: RankStep, row: int) -> int:
+    """Bytes of activations that a rank copies to the host in a step."""
+    times_of_key = Counter(action_keys(step.plan.table, row).values())
+    return sum(times * step.actions[key].host_copied for key, times in times_of_key.items())
+
+
 def step_flops(step: RankStep, row: int) -> int:
     """FLOPs of a rank in a step."""
     keys = action_keys(step.plan.table, row)

@@ -52,6 +52,7 @@ class StepMemory:
         parts: of the workspace: buffers of known use.
         cause: instruction and block of the peak.
         levels: in order.
+        host: most bytes of activations on the host at once.
     """
 
     kept: KeptBytes
@@ -60,6 +61,7 @@ class StepMemory:
     parts: Parts
     cause: str
     levels: tuple[Level, ...]
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -93,6 +95,7 @@ def step_memory(step: RankStep, row: int) -> StepMemory:
         parts=peak.region.peak_parts,
         cause=cause,
         levels=levels,
+        host=replay.host_peak,
     )
 
 
@@ -161,6 +164,7 @@ class _Replay:
 
     Attributes:
         under_way: bytes of reductions that the last action with some has left.
+        host: bytes of activations on the host.
         sums_left: bytes of sums in a fixed order that the reduction frees beside what was recorded.
     """
 
@@ -172,6 +176,8 @@ class _Replay:
     retained: set[Act] = field(default_factory=set)
     sums_left: int = 0
     under_way: int = 0
+    host: int = 0
+    host_peak: int = 0
 
     def run(self) -> Iterator[Level]:
         plan = self.step.plan
@@ -225,6 +231,8 @@ class _Replay:
         if peak.bytes > self.peak.bytes:
             self.peak = peak
         self.level += region.change
+        self.host += region.host_change
+        self.host_peak = max(self.host_peak, self.host)
         self._exchange_under_way(region)
         kept = self.step.kept.total
         return Level(name, kept + self.level, kept + peak.bytes)
