@@ -270,14 +270,22 @@ class _Export:
     # transformers
 
     def _compare_logits(self) -> Pass:
-        """Logits of the folder in transformers, and those of the stored values, in float64."""
+        """Logits of the folder in transformers, and those of the stored values, in float64.
+
+        Weights with a merged adapter are those of the folder: they have been compared, and their
+        rounding would show in the logits.
+        """
         from weft.prove.parts.hf_logits import HFLogits  # late: an extra
 
         found = Comparisons(self.subject.mesh)
         tokens_BS = self._tokens()
         hf = HFLogits(self.exported, tokens_BS)
         subject = self._without_adapters()
-        blocks = plain_blocks(subject.family, subject.model, Values(dict(self.right)))
+        values = dict(self.right)
+        if self.merged:
+            folder = read_plainly(self.exported, self.subject.model)
+            values.update({name: folder[name] for name in self.merged if name in folder})
+        blocks = plain_blocks(subject.family, subject.model, Values(values))
         inner = inner_precision(
             subject.family, subject.model, dtype=torch.float64, seq_len=NUM_TOKENS
         )
