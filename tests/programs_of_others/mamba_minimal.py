@@ -118,7 +118,6 @@ class MambaBlock(nn.Module):
 
     def selective_scan(self, u, delta, A, B, C, D):
         (b, l, d_in) = u.shape
-        n = A.shape[1]
         deltaA = torch.exp(einsum("bld,dn->bldn", delta, A.to(delta.dtype)))
         deltaB_u = einsum("bld,bln,bld->bldn", delta, B, u)
         x = torch.zeros_like(deltaA[:, 0])  # weft
