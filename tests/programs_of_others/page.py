@@ -62,10 +62,7 @@ def counts_of(name: str) -> tuple[int, int, int]:
 
 def _lines(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
     names = [name for name in PROGRAMS if name in found]
-    yield HEAD.format(
-        count=len(names),
-        columns="\n".join(textwrap.wrap(", ".join(LAYOUTS), 105)),
-    )
+    yield HEAD.format(count=len(names), columns="\n".join(textwrap.wrap(", ".join(LAYOUTS), 105)))
     for name in names:
         columns = {key: found[name][key] for key in COLUMNS if key in found[name]}
         equal = [key for key, one in columns.items() if one["word"] == "equal"]
