@@ -101,5 +101,9 @@ support: $(STAMP)  ## docs/support.md from the last results of make matrix
 architectures: $(STAMP)  ## every decoder of transformers on six layouts against its own class; writes docs/architectures.md (two hours)
 	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
+programs: $(STAMP)  ## public programs of other people on 15 layouts against one device; writes docs/programs.md (an hour)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -W ignore -m tests.programs_of_others.outcomes $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m tests.programs_of_others.page
+
 clean:  ## remove what the targets made
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from weft.generate.job import max_positions
 from weft.models import FAMILIES
 from weft.train.init_from import meta_modules
 
@@ -102,3 +103,18 @@ def test_a_config_that_blocks_change_is_changed_for_them_alone(tmp_path: Path) -
     shapes = [family.blocks(config)["embed"].weight.shape for _ in range(2)]
     assert shapes == [(256, 4), (256, 4)]
     assert config.dim == 4
+
+
+@pytest.mark.parametrize("field", ["max_seq_len", "context", "block_size"])
+def test_generation_ends_where_a_field_names_the_context(tmp_path: Path, field: str) -> None:
+    """Before, only `max_seq_len` counted: nanoGPT's table of positions ended with an IndexError."""
+    path = tmp_path / "model.py"
+    text = MODEL.format(line="").replace("dim: int = 4", f"dim: int = 4\n    {field}: int = 24")
+    path.write_text(text, encoding="utf-8")
+    assert max_positions(FAMILIES[str(path)].Config()) == 24
+
+
+def test_a_model_without_a_context_computes_any_position(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(line=""), encoding="utf-8")
+    assert max_positions(FAMILIES[str(path)].Config()) is None

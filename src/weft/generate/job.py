@@ -25,6 +25,7 @@ from weft.errors import ConfigError, DataError, Fault, UserError, counted
 from weft.generate.model_source import ModelSource
 from weft.generate.request import Request, SamplingOptions, read_prompts
 from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.models.user_config import CONTEXT_FIELDS
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
@@ -314,7 +315,7 @@ def _length_faults(tokens: tuple[int, ...], config: ModelConfig) -> Iterator[Fau
 
 def max_positions(config: ModelConfig) -> int | None:
     """Positions that a model has learned; None: it computes any number."""
-    longest: int | None = getattr(config, "max_seq_len", None)
-    if longest is None or config.check_seq_len(longest + 1) is None:
-        return None
-    return longest
+    named = (getattr(config, name, None) for name in CONTEXT_FIELDS)
+    contexts = [longest for longest in named if isinstance(longest, int)]
+    learned = [longest for longest in contexts if config.check_seq_len(longest + 1) is not None]
+    return min(learned, default=None)
