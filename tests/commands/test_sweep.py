@@ -139,9 +139,11 @@ def test_the_folder_follows_from_words_and_files(tmp_path: Path, monkeypatch, ca
     folders = []
     monkeypatch.setattr(
         "weft.commands.sweep._checked_runs",
-        lambda grid, folder: folders.append((folder, len(grid.points))) or [],
+        lambda grid, folder, is_array: folders.append((folder, len(grid.points))) or [],
     )
-    monkeypatch.setattr("weft.commands.sweep.train_all", lambda planned, output, again: 1)
+    monkeypatch.setattr(
+        "weft.commands.sweep.train_all", lambda planned, output, again, **options: 1
+    )
     for text in ("steps = 0\n", "steps = 0\n", "steps = 1\n"):
         base.write_text(text)
         assert main(["sweep", "own.toml", "--seed", "1", "2"]) == 1

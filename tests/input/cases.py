@@ -703,7 +703,7 @@ def records() -> Iterator[Case]:
     yield Case(
         "a loss of pairs as the loss",
         ("train", "--loss", "orpo"),
-        "it is a dpo.loss_type (got 'orpo'; need one of cross_entropy, dpo). Fix: did you mean 'dpo'?",
+        "it is a dpo.loss_type (got 'orpo'; need one of cross_entropy, dpo, reward, classify). Fix: did you mean 'dpo'?",
     )
     yield Case("another loss of pairs", ("train", "--dpo.loss_type", "kto"), "need one of sigmoid")
     yield Case(

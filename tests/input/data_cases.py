@@ -61,7 +61,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "a zip as CSV": ("a.csv", zipped(), "(got a zip archive"),
     "a NumPy array": ("a.npy", numpy_file(), "(got a NumPy array"),
     "a PDF": ("a.pdf", b"%PDF-1.7\n% words", "(got a PDF"),
-    "a tar archive": ("a.tar.gz", gzip.compress(bytes(257) + b"ustar" + bytes(99)), "a tar archive"),
+    "a broken tar": ("a.tar.gz", gzip.compress(bytes(257) + b"ustar" + bytes(99)), "is a broken tar"),
     "a database": ("a.db", b"SQLite format 3\0" + bytes(99), "(got a SQLite database"),
     "UTF-16 text": ("a.txt", "a text".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 a.txt"),
     "UTF-16 CSV": ("a.csv", "text\nwords\n".encode("utf-16"), "iconv -f UTF-16"),

@@ -139,6 +139,7 @@ REJECTED = (
     '--mesh pp2 --pipeline.schedule interleaved --batch.global_size 6',
     '--mesh pp2 --pipeline.split 1 2',
     '--mesh pp3 --pipeline.split 2 0 2',
+    '--mesh pp2 --parallel.recompute none/full/none',
     '--mesh dp3',
     '--batch.global_size 7',
     '--model.name gpt2 --data.seq_len 999',

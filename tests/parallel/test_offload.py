@@ -240,7 +240,8 @@ def test_explain_counts_what_is_on_the_host_and_not_on_the_device() -> None:
     assert copied == [2 * first.host, 4 * last.host]  # each of four micro-batches once
     plain, _ = memories["none"]
     spared = plain.peak - first.peak
-    assert 0.5 * first.host < spared < first.host  # two blocks are on the device
+    # Of six blocks three are on the device: the last of the newest forward, the one whose backward runs, and the next.
+    assert 0.45 * first.host < spared < 0.6 * first.host
 
 
 def test_on_the_cpu_explain_counts_everything_as_it_is() -> None:

@@ -106,9 +106,9 @@ def test_gradients_are_bit_equal_to_those_without_recomputation(
         out.square().sum().backward()
         return [x.grad, *(param.grad for param in layer.parameters())]
 
-    recomputed = gradients(mode)
+    found = gradients(mode)
     expected = gradients("none")
-    torch.testing.assert_close(recomputed, expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 class Calls(TorchDispatchMode):

@@ -54,8 +54,8 @@ def test_rows_of_the_run_are_proved_with_their_documents_and_masks(chats: str) -
 def test_an_answer_mask_that_is_lost_is_seen(chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = _RowArrays.put
 
-    def put(row: Any, place: int, number: int, tokens: Any, mask: Any) -> None:
-        right(row, place, number, tokens, mask | 1)
+    def put(row: Any, place: int, number: int, tokens: Any, mask: Any, **label: Any) -> None:
+        right(row, place, number, tokens, mask | 1, **label)
 
     monkeypatch.setattr(_RowArrays, "put", put)
     first = proof_of(chats).first

@@ -111,7 +111,7 @@ def regroup(
             stay apart from their columns, and a first dim of one entry that is new is no unit.
     """
     is_new_first = inferred != 0 and len(dims) > 1 and tuple(sizes) == (1, *map(length, dims))
-    if is_new_first:  # products of one sequence: [H, S, K] to [1, H, S, K]
+    if is_new_first and not has_tokens:  # products of one sequence: [H, S, K] to [1, H, S, K]
         return (whole_dim(1), *dims)
     stream: list[DimFactor] = []
     for dim in dims:
