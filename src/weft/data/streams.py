@@ -139,7 +139,9 @@ def fetch_all(source: str) -> tuple[Path, ...]:
         if num_bytes > _limit_bytes():
             what = f"{source} is larger than the cache {_root()}"
             need = f"at most {_limit_bytes() / GIB:g} GiB = {CACHE_VARIABLE}"
-            fix = "weft data prepare INPUT --out FOLDER, which reads file by file, or a larger cache"
+            fix = (
+                "weft data prepare INPUT --out FOLDER, which reads file by file, or a larger cache"
+            )
             raise DataError(Fault(KEY, what, got=f"{num_bytes / GIB:.3g} GiB", need=need, fix=fix))
     make_room(keep=frozenset(paths))
     return tuple(paths)
