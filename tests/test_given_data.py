@@ -163,6 +163,16 @@ def test_of_an_endless_stream_no_more_is_read_than_the_steps_need() -> None:
     assert stream.num_read == 9  # 8 samples of 32 tokens, and the token after them
 
 
+def test_for_epochs_a_stream_is_read_to_its_end() -> None:
+    """Not as far as the default number of steps, 200 of 4 samples, would need."""
+    rows = [{"input_ids": ids(number)} for number in range(1000)]
+    keys = {key: value for key, value in KEYS.items() if key != "steps"}
+    given = GivenRun.of({**keys, "epochs": 2}, None, iter(rows))
+    run = load_checked_run(given.words, values=given.all_values)
+    assert open_data(run.data, run.model).num_samples == len(rows)
+    assert run.steps == 2 * len(rows) // 4
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

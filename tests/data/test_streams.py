@@ -156,6 +156,9 @@ def test_the_cache_is_bounded(
     assert len(kept) == 2
     assert RemoteFile(f"{url}/part-4.txt").path in kept
     assert "is larger than the cache" in complaint(f"{url}/part-{{1..4}}.txt")
+    for size in ("much", "nan", "-1", "0"):
+        monkeypatch.setenv(CACHE_VARIABLE, size)
+        assert "is no size" in complaint(f"{url}/part-1.txt")
 
 
 def test_file_systems_of_fsspec_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import math
 import os
 import re
 import shutil
@@ -171,10 +172,13 @@ def _root() -> Path:
 def _limit_bytes() -> float:
     text = os.environ.get(CACHE_VARIABLE, str(CACHE_GIB))
     try:
-        return float(text) * GIB
+        size = float(text)
     except ValueError:
-        need = "a number of GiB"
-        raise DataError(Fault(CACHE_VARIABLE, "is no size", got=repr(text), need=need)) from None
+        size = math.nan
+    if not size > 0:
+        need = "a number of GiB above 0"
+        raise DataError(Fault(CACHE_VARIABLE, "is no size", got=repr(text), need=need))
+    return size * GIB
 
 
 def _numbered(url: str) -> Iterator[str]:

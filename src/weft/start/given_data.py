@@ -193,8 +193,10 @@ def _stored(name: str, keys: Mapping[str, Any], write: Callable[[Path], Any]) ->
     return StoredData(place, name, keys)
 
 
-def _wanted(run: Run) -> int:
-    """Tokens that the steps of a run read; of images and arrays samples."""
+def _wanted(run: Run) -> int | None:
+    """Tokens that the steps of a run read, of images and arrays samples; None: all, for epochs."""
+    if run.epochs is not None:
+        return None
     num_samples = run.steps * run.batch.global_size
     return num_samples * run.data.seq_len + 1 if run.model.kind == "tokens" else num_samples
 
@@ -205,13 +207,15 @@ def _of_run_folder(run: Run, given: GivenItems) -> StoredData | None:
     if given.is_sized or starts_new(run.resume, run.out) or not (out / FACTS).exists():
         return None
     facts = json.loads((out / FACTS).read_text())
-    if not facts["has_ended"] and facts["wanted"] < _wanted(run):
+    wanted = _wanted(run)
+    if not facts["has_ended"] and (wanted is None or facts["wanted"] < wanted):
         what = (
             f"the run has read of {given.name} what {facts['wanted']:,} of its steps' samples need"
         )
         fix = "resume with the steps of its start"
         need = f"at most {facts['wanted']:,}"
-        raise UserError(Fault("steps", what, got=f"{_wanted(run):,}", need=need, fix=fix))
+        got = "epochs" if wanted is None else f"{wanted:,}"
+        raise UserError(Fault("steps", what, got=got, need=need, fix=fix))
     return StoredData(out, facts["name"], {"data.order": "stored"})
 
 

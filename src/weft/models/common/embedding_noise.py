@@ -51,7 +51,7 @@ class _NoisyResult(nn.Module):
 
 
 def noise_of(module: nn.Module) -> float:
-    """Of a module, alpha; 0 without noise."""
+    """The alpha of a module's noise; 0 without noise."""
     return float(vars(module).get(NOISE, 0.0))
 
 
