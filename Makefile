@@ -98,7 +98,7 @@ chaos: $(STAMP)  ## 500 faults of 19 kinds injected on 8 layouts, compared with 
 support: $(STAMP)  ## docs/support.md from the last results of make matrix
 	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)
 
-architectures: $(STAMP)  ## every decoder of transformers on six layouts against its own class; writes docs/architectures.md (two hours)
+architectures: $(STAMP)  ## every decoder of transformers on six layouts against its own class; writes docs/architectures.md (hours; ARGS=--missing: what has no result)
 	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
 programs: $(STAMP)  ## public programs of other people on 15 layouts against one device; writes docs/programs.md (an hour)

@@ -1,10 +1,11 @@
 """Every decoder of transformers on several layouts, against transformers' own class on one device; writes docs/architectures.md.
 
-PYTHONPATH=. .venv/bin/python -m benchmarks.architectures [--only llama gpt2] [--results runs/architectures.jsonl]
+PYTHONPATH=. .venv/bin/python -m benchmarks.architectures [--only llama gpt2] [--missing]
 
-Each architecture runs in a process of its own, forked from one that has imported everything, with
-a time limit. In the comparison with transformers' class casts to float32 inside its code are left
-out on both sides; in the comparisons of layouts they are there, and bound what can be told.
+Results are kept in docs/results/architectures.jsonl; `--missing` runs what is not there. Each
+architecture runs in a process of its own, forked from one that has imported everything, with a time
+limit. In the comparison with transformers' class casts to float32 inside its code are left out on
+both sides; in the comparisons of layouts they are there, and bound what can be told.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from weft.prove.subject import ProofCase
 from weft.python_api import checked_run
 from weft.train import model_checks
 
+RESULTS = Path("docs/results/architectures.jsonl")
+"""A line an architecture; kept, so that `--missing` goes on from any checkout."""
 LIMIT_S = 400
 """CPU seconds of an architecture; of the clock four times as many."""
 ROWS, LENGTH = 2, 24
@@ -83,7 +86,7 @@ def main(words: Sequence[str]) -> int:
     """Run all, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--results", type=Path, default=Path("runs/architectures.jsonl"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--columns", nargs="*", default=[], help="these alone")
     parser.add_argument("--missing", action="store_true", help="columns without a result alone")
     parser.add_argument("--page", action="store_true", help="write the page alone")
@@ -109,8 +112,7 @@ def main(words: Sequence[str]) -> int:
             print(
                 model_type, *(f"{n}: {o.word}" for n, o in outcomes.items()), sep="; ", flush=True
             )
-    if not options.only:
-        write_page(options.results, architectures())
+    write_page(options.results, architectures())
     return 0
 
 

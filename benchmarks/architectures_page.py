@@ -30,10 +30,12 @@ OUTCOMES = ("equal", "rejected", "none", "wrong", "failed")
 
 
 def write_page(results: Path, names: Mapping[str, str]) -> None:
-    """Write the page from the last result of each column of each architecture."""
+    """Write the page from the last result of each column, and keep these results alone."""
     found = last_results(results)
     last = {name: found[name] for name in names if name in found}
     PAGE.write_text("\n".join(_lines(last, names)) + "\n", encoding="utf-8")
+    records = ({"model_type": name, "outcomes": outcomes} for name, outcomes in last.items())
+    results.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 def last_results(results: Path) -> dict[str, dict[str, Any]]:
