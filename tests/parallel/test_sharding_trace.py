@@ -708,3 +708,13 @@ def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> No
     by_heads = (whole_dim(2), whole_dim(8), sharded_heads, whole_dim(8))
     assert regroup(x, (2, 8, 2, 8), inferred=2, name="view") == by_heads
     assert regroup(x, (2, 8, 2, 8), inferred=1, name="view") == by_heads
+
+
+def test_a_view_that_drops_ones_from_the_end_keeps_the_other_dims() -> None:
+    """An einsum over one sequence views [1, H, S, S, 1] as [1, H, S, S]: the unit was in dim 0."""
+    for num_heads in (1, 2):
+        kept = (whole_dim(1), (DimFactor(num_heads, sharded=True),), whole_dim(8), whole_dim(8))
+        sizes = (1, num_heads, 8, 8)
+        for dropped in ((), (whole_dim(1),)):
+            assert regroup((*kept, *dropped), sizes, inferred=None, name="view") == kept
+            assert regroup((*kept, *dropped), sizes, inferred=1, name="view") == kept

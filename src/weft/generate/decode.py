@@ -206,9 +206,7 @@ class Decoder:
         has_columns = self._num_sequence_parts == 1
         is_selected = False
         for name, block in inference_blocks(self.model.stages[stage]).items():
-            if (
-                name == "head" and has_columns and isinstance(x, Tensor)
-            ):  # it may read several tensors
+            if has_columns and _reads_columns(name, block, x, length=batch.inputs.shape[1]):
                 x = _select_columns(x, lasts).unsqueeze(1)
                 is_selected = True
             x = chain({name: block}, x, batch).x
@@ -217,6 +215,13 @@ class Decoder:
         if is_selected:
             return x.squeeze(1)
         return _select_columns(x, lasts)
+
+
+def _reads_columns(name: str, block: nn.Module, x: Any, *, length: int) -> bool:
+    """Whether a block computes the logits behind a token from one column of one tensor alone."""
+    if name != "head" or getattr(without_dropout(block), "needs_whole_texts", False):
+        return False
+    return isinstance(x, Tensor) and x.shape[1] == length
 
 
 def needs_whole_texts(stages: Iterable[nn.ModuleDict]) -> bool:

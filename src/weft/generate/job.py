@@ -73,11 +73,14 @@ class ModelJob:
     def plan(self) -> Plan:
         """The layout on which the model generates."""
         mesh = self.request.device_mesh
+        # regions of tp are found with the lengths of training: one token would be broadcast
+        seq_len = self.source.run.data.seq_len
         return Plan(
             mesh=mesh,
             family=self.config.name,
             architecture=canonical_json(self.config.architecture),
-            stages=make_stages(self.config.block_specs(1), mesh.degree(PP)),
+            stages=make_stages(self.config.block_specs(seq_len), mesh.degree(PP)),
+            seq_len=seq_len,
             params=self.dtype,
             compute=self.dtype,
             reduce=self.dtype,

@@ -59,6 +59,11 @@ class Stage(BaseModel):
     flops: float
     parts: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
 
+    @property
+    def tensors(self) -> tuple[tuple[str | int, ...], ...]:
+        """Sizes of each tensor that it hands on."""
+        return tuple(dims for _, dims in self.parts) or (self.out,)
+
 
 def _default_rule() -> tuple[tuple[str, str], ...]:
     return tuple(default_sharding_rule().items())
@@ -224,6 +229,19 @@ class Plan(BaseModel):
     def part_shapes(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors that `stage` hands on for one micro-batch, where they are several."""
         return tuple(self._local_shape(dims) for _, dims in self.stages[stage].parts)
+
+    def knows_sizes(self, stage: int) -> bool:
+        """Whether the shape of what `stage` hands on follows from the length of the sequences."""
+        return all("seq" in dims for dims in self.stages[stage].tensors)
+
+    def with_sizes(self, stage: int, shapes: Sequence[tuple[int, ...]]) -> Plan:
+        """The plan in which `stage` hands on tensors of these shapes, as one rank holds them."""
+        own = self.stages[stage]
+        names = [name for name, _ in own.parts]
+        update = {"parts": tuple(zip(names, shapes, strict=True))} if names else {"out": shapes[0]}
+        changed = own.model_copy(update=update)
+        stages = (*self.stages[:stage], changed, *self.stages[stage + 1 :])
+        return self.model_copy(update={"stages": stages})
 
     def _local_shape(self, dims: Sequence[str | int]) -> tuple[int, ...]:
         """The shape of activations on one rank."""

@@ -19,7 +19,7 @@ def sent_output(plan: Plan, stage: int, output: Any) -> Tensor:
     if not parts:
         sent: Tensor = output
         return sent
-    tensors = [output[key] for key in _keys(parts)]
+    tensors = _tensors(plan, stage, output)
     return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], dim=1)
 
 
@@ -33,6 +33,16 @@ def received_input(plan: Plan, stage: int, x: Tensor) -> Any:
     tensors = [own.reshape(shape) for own, shape in zip(columns, shapes, strict=True)]
     names = [name for name, _ in parts]
     return dict(zip(names, tensors, strict=True)) if names[0] else tuple(tensors)
+
+
+def output_shapes(plan: Plan, stage: int, output: Any) -> list[torch.Size]:
+    """Shapes of the tensors that a stage hands on."""
+    return [tensor.shape for tensor in _tensors(plan, stage, output)]
+
+
+def _tensors(plan: Plan, stage: int, output: Any) -> list[Tensor]:
+    parts = plan.stages[stage].parts
+    return [output[key] for key in _keys(parts)] if parts else [output]
 
 
 def _keys(parts: tuple[tuple[str, tuple[str | int, ...]], ...]) -> list[Any]:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.comm import Comm
 from weft.core.axes import span_sizes
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, chain
 from weft.models.common.buffer_updates import evaluating
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.boundary import received_input, sent_output
+from weft.parallel.pipeline.boundary import output_shapes, received_input, sent_output
 from weft.parallel.pipeline.player import ActionCallback, Player, StepState
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
@@ -25,7 +26,9 @@ def run_stages(model: ParallelModel, x: Any, *, play: Callable[[int, Any], Any],
 
     Args:
         play: (stage, its input) -> its output; called for the stages of this rank.
-        plan: with the sizes of `x`; nothing is sent where an output has no entries.
+        plan: with the sizes of `x`; nothing is sent where an output has no entries. Where a stage
+            hands on tensors whose length is not that of the sequence (tokens of memory before it),
+            their shapes are sent first.
 
     Returns: the output of the last stage on its ranks; elsewhere that of this rank's last stage.
     """
@@ -39,17 +42,31 @@ def run_stages(model: ParallelModel, x: Any, *, play: Callable[[int, Any], Any],
             continue
         source = stage_to_rank[stage - 1] if stage > 0 else here
         if source != here:
-            arrived = torch.empty(plan.boundary_shape(stage - 1), dtype=dtype, device=comm.device)
+            sizes = plan
+            if not plan.knows_sizes(stage - 1):
+                sizes = plan.with_sizes(stage - 1, _received_shapes(comm, plan, stage - 1, source))
+            arrived = torch.empty(sizes.boundary_shape(stage - 1), dtype=dtype, device=comm.device)
             if arrived.numel():
                 arrived = comm.recv(arrived, PP, source=source)
-            x = received_input(plan, stage - 1, arrived)
+            x = received_input(sizes, stage - 1, arrived)
         x = play(stage, x)
         to = stage_to_rank[stage + 1] if stage < last_stage else here
         if to != here:
+            if not plan.knows_sizes(stage):
+                sizes = [size for shape in output_shapes(plan, stage, x) for size in shape]
+                comm.send(torch.tensor(sizes, device=comm.device), PP, to=to)
             sent = sent_output(plan, stage, x)
             if sent.numel():
                 comm.send(sent.contiguous(), PP, to=to)
     return x
+
+
+def _received_shapes(comm: Comm, plan: Plan, stage: int, source: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that `stage` hands on, which its rank sends before them."""
+    numbers = [len(dims) for dims in plan.stages[stage].tensors]
+    sizes = torch.empty(sum(numbers), dtype=torch.int64, device=comm.device)
+    received: list[Tensor] = list(comm.recv(sizes, PP, source=source).split(numbers))
+    return [tuple(shape.tolist()) for shape in received]
 
 
 def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:

@@ -110,6 +110,8 @@ def regroup(
         has_tokens: whether the first dims are those of tokens: sequences of which a rank has one
             stay apart from their columns, and a first dim of one entry that is new is no unit.
     """
+    if _is_same_shape(dims, sizes, inferred):
+        return dims[: len(sizes)]
     is_new_first = inferred != 0 and len(dims) > 1 and tuple(sizes) == (1, *map(length, dims))
     if is_new_first and not has_tokens:  # products of one sequence: [H, S, K] to [1, H, S, K]
         return (whole_dim(1), *dims)
@@ -146,6 +148,16 @@ def regroup(
         else:
             found.append(whole_dim(size))
     return tuple(found)
+
+
+def _is_same_shape(dims: Dims, sizes: Sequence[int], inferred: int | None) -> bool:
+    """Whether a view drops at most whole dims of one entry from the end; a size that was written as
+    -1 may take entries of the sharded dim, unless it is that dim.
+    """
+    kept, dropped = dims[: len(sizes)], dims[len(sizes) :]
+    if tuple(sizes) != tuple(map(length, kept)) or dropped != (whole_dim(1),) * len(dropped):
+        return False
+    return inferred is None or is_sharded(dims[inferred]) or not any(map(is_sharded, dims))
 
 
 def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
