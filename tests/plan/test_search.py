@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from xml.etree import ElementTree
 
 import pytest
 
@@ -30,6 +31,7 @@ from weft_plan.search.found_layouts import (
     pareto_front,
     thinned_front,
 )
+from weft_plan.search.front_picture import front_svg
 from weft_plan.search.layout_choice import Layout, read_layout
 from weft_plan.search.layout_costs import LayoutCosts, Simulated
 from weft_plan.search.limits import SearchLimits
@@ -404,6 +406,32 @@ def test_the_printed_front_has_measured_values_where_layouts_were_measured() -> 
         "  1.6 s       8 MiB  measured   pp2 1f1b micro1",
         "  1.8 s       4 MiB  simulated  tp2 micro1",
     ]
+
+
+def test_the_picture_has_every_layout_and_the_front_as_steps() -> None:
+    best = found_of(Layout((("pp", 2),)), 1.6, 2**23)
+    slower = found_of(Layout((("dp", 2),)), 1.7, 2**24)
+    lean = Simulated(Layout((("tp", 2),)), 1.8, 2**22)
+    result = FoundLayouts(4, best=[best, slower], simulated_front=[lean])
+    picture = ElementTree.fromstring(front_svg(result, 2.0**25, title="a < b"))
+    tag = "{http://www.w3.org/2000/svg}"
+    texts = [each.text for each in picture.iter(f"{tag}title")]
+    assert texts == [
+        "a < b",
+        "tp2 micro1: 1.8 s, 4 MiB (simulated)",
+        "dp2 micro1: 1.7 s, 16 MiB (measured)",
+        "pp2 1f1b micro1: 1.6 s, 8 MiB (measured)",
+    ]
+    labels = [each.text for each in picture.iter(f"{tag}text")]
+    assert {"pp2 1f1b micro1", "tp2 micro1", "32 MiB may be filled"} <= set(labels)
+    assert "dp2 micro1" not in labels
+    (line,) = picture.iter(f"{tag}polyline")
+    first, corner, last = (point.split(",") for point in line.attrib["points"].split())
+    assert corner == [last[0], first[1]]
+    assert float(first[0]) < float(last[0])
+    assert float(first[1]) < float(last[1])
+    far = front_svg(result, 2.0**40, title="")
+    assert "may be filled" not in far
 
 
 def test_layouts_like_one_whose_peak_was_simulated_too_small_are_measured_later() -> None:

@@ -63,6 +63,12 @@ class PlanOptions(JsonOptions):
     scale: tuple[Annotated[int, Field(ge=1, le=2**20)], ...] = Field(
         (), description="numbers of devices, for weak and strong scaling: 64 128 256"
     )
+    svg: str | None = Field(
+        None,
+        title="a file name",
+        examples=["plan.svg"],
+        description="draw time and memory of the layouts, and their Pareto front, to this file",
+    )
     write: str | None = Field(
         None,
         title="a file name",
@@ -76,7 +82,7 @@ def plan(words: Sequence[str]) -> int:
     if wants_help(words):
         return show_help(PlanOptions(), f"weft plan {PLAN.usage}", f"{PLAN.line}. {MORE_HELP}")
     options, run_words = take_options(words, PlanOptions)
-    check_files(options, "json")
+    check_files(options, "json", "svg")
     searched = SearchedRun.read(run_words, options.devices)
     found = searched.candidates()
     named = None if options.why is None else searched.named_layout(options.why)
@@ -111,7 +117,8 @@ def _search(
     Args:
         named: the layout of `--why`.
     """
-    from weft_plan.search.limits import SearchLimits  # late: they import torch
+    from weft_plan.search.front_picture import front_svg  # late: they import torch
+    from weft_plan.search.limits import SearchLimits
     from weft_plan.search.plan_report import Rates, nothing_fits_text
     from weft_plan.search.search import search
     from weft_plan.search.why_not import too_large_lines, why_lines
@@ -136,7 +143,10 @@ def _search(
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
     if options.write is not None:
-        _write(options.write, searched.config_text(best))
+        _write("write", options.write, searched.config_text(best))
+    if options.svg is not None:
+        title = f"{_title(searched, result)}, {hardware.label}"
+        _write("svg", options.svg, front_svg(result, capacity, title=title))
     answer = _PlanAnswer(result, best, scaled, rates, options.top)
     if options.json is not None:
         return print_json(options.json, _answer_json(answer, searched))
@@ -197,12 +207,9 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
     """
     from weft_plan.search.plan_report import wrapped
 
-    degrees = answer.result.best[0].layout.degrees
-    num_devices = math.prod(degree for _, degree in degrees)
-    model = model_label(searched.model)
     looked_at = percent(answer.result.share_looked_at)
     texts = [
-        f"layouts of {model} on {num_devices} devices, {order}; {looked_at} looked at",
+        f"{_title(searched, answer.result)}, {order}; {looked_at} looked at",
         f"{searched.hardware.label}; speeds: {speeds}",
     ]
     note = searched.hardware.slow_compute_note(searched.compute_dtype)
@@ -212,6 +219,11 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
     for text in texts:
         lines.extend(wrapped(text))
     return lines
+
+
+def _title(searched: SearchedRun, result: FoundLayouts) -> str:
+    num_devices = math.prod(degree for _, degree in result.best[0].layout.degrees)
+    return f"layouts of {model_label(searched.model)} on {num_devices} devices"
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:
@@ -230,14 +242,12 @@ def _site_lines(best: Found, settings: SiteConfig) -> list[str]:
     return ["steps are those inside of a site. Of the best layout:", site_text(costs)]
 
 
-def _write(path: str, text: str) -> None:
+def _write(key: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot write the file: {error.strerror}"
-        raise ConfigError(
-            Fault("write", what, got=repr(path), fix="choose another --write")
-        ) from None
+        raise ConfigError(Fault(key, what, got=repr(path), fix=f"choose another --{key}")) from None
     print_result(f"wrote {path}")
 
 
