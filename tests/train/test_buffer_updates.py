@@ -281,3 +281,39 @@ def test_every_fault_of_buffers_is_found_at_its_place(name: str) -> None:
     assert result.has_effect
     assert result.is_seen_by_proof, result.message
     assert result.is_attributed, (result.axis, result.block, result.message)
+
+
+FROZEN = """
+from dataclasses import dataclass
+from torch import nn
+
+from tests.user_models.batch_norm import AXES, Config as Sizes
+from tests.user_models.batch_norm import blocks as plain
+
+
+class Net(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
+    bias: bool = True
+
+
+def blocks(c):
+    return Net(*plain(c))
+"""
+
+
+def test_a_train_method_that_freezes_a_norm_is_called(tmp_path: Path) -> None:
+    """As in a loop of torch: the norm reads its running values, and does not update them."""
+    file = tmp_path / "frozen.py"
+    file.write_text(FROZEN)
+    keys = {**KEYS, "data.source": "digits", "out": str(tmp_path / "run"), "steps": 2}
+    model = weft.train({**keys, "mesh": "dp2"}, model=str(file)).model
+    assert int(model["1.num_batches_tracked"]) == 0
+    assert torch.equal(model["1.running_var"], torch.ones(8))
+    assert weft.prove({**keys, "mesh": "dp2"}, model=str(file), first=1).holds

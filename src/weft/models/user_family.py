@@ -168,6 +168,8 @@ class UserFamily:
         try:
             with model.reads.recorded():
                 made = model.blocks(config)
+                if isinstance(made, nn.Module):
+                    _call_own_train(made)
                 if model.blocks_of is not None and isinstance(made, nn.Module):
                     made = model.blocks_of(made)
         except Exception as error:
@@ -176,6 +178,9 @@ class UserFamily:
                 Fault(KEY, what, fix="blocks(Config()) must work on its own: try it in Python")
             ) from error
         blocks = chain_of(made, name=model.label)
+        if not isinstance(made, nn.Module):
+            for block in blocks.values():
+                _call_own_train(block)
         if LOSS not in blocks:
             blocks[LOSS] = Loss()
         return blocks
@@ -267,6 +272,15 @@ class ConstructedValues:
             self._values = self._family.initial_values(self._config, seed=seed)
             self._seed = seed
         return self._values[name]
+
+
+def _call_own_train(module: nn.Module) -> None:
+    """Call the `train` of modules that define it, as a training loop would: it may keep frozen parts
+    in evaluation mode. Modes that a constructor has set stay where no module defines it.
+    """
+    for each in module.modules():
+        if type(each).train is not nn.Module.train:
+            each.train(each.training)
 
 
 def _random_state() -> tuple[object, ...]:
