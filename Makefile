@@ -101,7 +101,7 @@ support: $(STAMP)  ## docs/support.md from the last results of make matrix
 architectures: $(STAMP)  ## every decoder of transformers on six layouts against its own class; writes docs/architectures.md (hours; ARGS=--missing: what has no result)
 	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
-programs: $(STAMP)  ## public programs of other people on 15 layouts against one device; writes docs/programs.md (an hour)
+programs: $(STAMP)  ## public programs of other people on 16 layouts against one device; writes docs/programs.md (half an hour)
 	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -W ignore -m tests.programs_of_others.outcomes $(ARGS)
 	@PYTHONPATH=. $(BIN)/python -m tests.programs_of_others.page
 

@@ -1,6 +1,6 @@
 """Public programs of other people on weft: their own loss against the chain of blocks, and each layout against one device.
 
-`python -m tests.programs_of_others.outcomes [PROGRAM ...] [-- COLUMN ...]` appends to runs/programs.jsonl.
+`python -m tests.programs_of_others.outcomes [PROGRAM ...] [-- COLUMN ...]` appends to docs/results/programs.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.prove.subject import ProofCase
 from weft.python_api import checked_run
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parents[1] / "runs" / "programs.jsonl"
+RESULTS = FOLDER.parents[1] / "docs" / "results" / "programs.jsonl"
 MARKER = "# weft"
 """What begins the part of a file that its program does not have, and marks lines that were changed."""
 TOLERANCE = 1e-9
@@ -88,6 +88,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "fsdp2": {"mesh": "fsdp2", "parallel.zero": 2},
     "pp2 zero_bubble": {"mesh": "pp2", "pipeline.schedule": "zero_bubble"},
     "tp2": {"mesh": "tp2"},
+    "tp2 one sequence": {"mesh": "tp2", "batch.micro_size": 1},
     "tp2 sequence": {"mesh": "tp2", "parallel.sequence": True},
     "cp2": {"mesh": "cp2"},
     "pp2 dp2 tp2": {"mesh": "pp2 dp2 tp2"},
@@ -222,7 +223,6 @@ def main(words: Sequence[str]) -> int:
         place = names.index("--")
         names, columns = names[:place], names[place + 1 :]
     torch.set_num_threads(1)
-    RESULTS.parent.mkdir(exist_ok=True)
     for name in names or PROGRAMS:
         for column, found in _outcomes(name, columns):
             record = {"program": name, "column": column, **asdict(found)}
