@@ -164,13 +164,16 @@ class BlockTrial:
         )
 
     def _differs(self, got: Any, want: Any) -> bool:
-        """Whether two numbers differ by more than rounding; NaN differs from everything."""
+        """Whether two numbers differ by more than rounding, also to a type that the model itself casts
+        to; NaN differs from everything.
+        """
         wide_got, wide_want = got.detach().double(), want.detach().double()
         if not wide_want.numel():
             return False
         error = (wide_got - wide_want).abs().max()
         scale = wide_want.abs().max().clamp(min=1.0)
-        is_close = float(error / scale) <= TOLERANCES[self.sizes.dtype]
+        tolerance = max(TOLERANCES[self.sizes.dtype], TOLERANCES.get(want.dtype, 0.0))
+        is_close = float(error / scale) <= tolerance
         return not is_close
 
 

@@ -25,6 +25,7 @@ from weft.models.transformers.sizes import (
     DROPOUT,
     SETTINGS,
     TINY,
+    TINY_OF,
     TOKENS,
     fields_of,
     is_drop_out,
@@ -69,7 +70,8 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         given = {**fitted(settings, values["layers"]), **given}
     else:
         tiny = {name: value for name, value in TINY.items() if name in vars(default)}
-        given |= {**tiny, **dict(_token_ids(default, values["vocab"])), **settings}
+        given |= {**tiny, **TINY_OF.get(model_type, {})}
+        given |= {**dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
     kept = settings.keys() - noise_of(settings) if values.get(DROPOUT, True) else ()
     random = {name: value for name, value in random_of(every).items() if name not in kept}

@@ -169,10 +169,25 @@ def _evaluated(mask_function: Callable[..., Any], columns: list[int]) -> list[li
 
 
 def register() -> None:
-    """Make `weft` an implementation of attention, masks and experts in transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make `weft` an implementation of attention, masks and experts in transformers, and let its masks
+    ask no values of the meta device, which has none.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     ExpertsInterface.register(NAME, mixture)
+    is_tracing = getattr(masking_utils, "is_tracing", None)
+    if is_tracing is not None and not isinstance(is_tracing, _HasNoValues):
+        masking_utils.is_tracing = _HasNoValues(is_tracing)
+
+
+@dataclass(frozen=True)
+class _HasNoValues:
+    """Whether a program is traced, and so has no values: also on the meta device."""
+
+    is_tracing: Callable[..., bool]
+
+    def __call__(self, tensor: Tensor | None = None) -> bool:
+        return (tensor is not None and tensor.is_meta) or self.is_tracing(tensor)

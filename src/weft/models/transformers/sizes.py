@@ -81,11 +81,38 @@ TINY: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "sliding_window": 64,
     "word_embed_proj_dim": 64,
+    "mamba_n_heads": 8,  # of 16 entries: twice the width together
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "num_heads": 8,
+    "state_size": 16,
+    "n_groups": 1,
+    "chunk_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "rotary_dim": 8,
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
 """Other attributes of configs that are built from sizes, where a config has them."""
+TINY_OF: Mapping[str, Mapping[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "bailing_hybrid": {"linear_num_heads": 4, "linear_head_dim": 16, "num_expert_group": 1},
+}
+"""Attributes without which transformers cannot build a model of few layers, or of no file at all."""
 MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
 """Sizes that configs may leave out: they follow from the others then."""
 MISSING = object()
