@@ -305,7 +305,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def _candidates(uses: Uses, shapes: Shapes) -> Iterator[tuple[str, list[Table]]]:
     """Groups, merged over numbered blocks by their text, each with the forms to try."""
-    embeddings: Table = {f"{name}.weight": ("vocab", None) for name in uses.token_embeddings}
+    looked_up = [f"{name}.weight" for name in uses.token_embeddings]
+    of_logits = [f"{name}.weight" for name in uses.logits]
+    # tables of positions and types that are counted from the tokens have other numbers of rows
+    vocab = next((shapes[name][0] for name in (*of_logits, *looked_up) if name in shapes), 0)
+    embeddings: Table = {name: ("vocab", None) for name in looked_up if shapes[name][0] == vocab}
     logits: Table = {}
     for name in dict.fromkeys(uses.logits):
         logits[f"{name}.weight"] = ("vocab", None)
