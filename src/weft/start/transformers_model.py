@@ -96,6 +96,7 @@ def _with_axes(run: Run) -> tuple[Run, list[str]]:
     """
     from weft.models.transformers.axis_rows import axes_text  # they import torch
     from weft.models.transformers.sizes import AXES
+    from weft.models.user_facts import rows_of
     from weft.models.user_family import UserFamily
     from weft.train.propose_axes import Table, propose
 
@@ -107,10 +108,14 @@ def _with_axes(run: Run) -> tuple[Run, list[str]]:
     # without sequence parallelism, under which no group is accepted without the others
     plan = plan_of(run).model_copy(update={"sequence_parallel": False})
     proposal = propose(family, run.model, plan, with_table=with_table)
+    table = dict(proposal.table)
+    for alias, owner in family.ties(run.model).items():  # a table of a user has one row for both
+        table |= {alias: proposal.table[pattern] for pattern in rows_of(owner, proposal.table)}
+    text = axes_text(table)
     whole = [
         f"whole on every rank: {part}: {reason.partition(' Fix: ')[0]}"
         for part, reason in proposal.undecided.items()
     ]
-    if not any(name.startswith("layer") for name in json.loads(axes_text(proposal.table))):
+    if not any(name.startswith("layer") for name in json.loads(text)):
         whole.append("no linear of its layers is sharded: each rank computes them whole")
-    return run.with_values({f"model.{AXES}": axes_text(proposal.table)}), whole
+    return run.with_values({f"model.{AXES}": text}), whole
