@@ -180,7 +180,7 @@ def register() -> None:
     ExpertsInterface.register(NAME, mixture)
     is_tracing = getattr(masking_utils, "is_tracing", None)
     if is_tracing is not None and not isinstance(is_tracing, _HasNoValues):
-        masking_utils.is_tracing = _HasNoValues(is_tracing)
+        setattr(masking_utils, "is_tracing", _HasNoValues(is_tracing))  # noqa: B010 - not a function
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def run_stages(model: ParallelModel, x: Any, *, play: Callable[[int, Any], Any],
         to = stage_to_rank[stage + 1] if stage < last_stage else here
         if to != here:
             if not plan.knows_sizes(stage):
-                sizes = [size for shape in output_shapes(plan, stage, x) for size in shape]
-                comm.send(torch.tensor(sizes, device=comm.device), PP, to=to)
+                numbers = [size for shape in output_shapes(plan, stage, x) for size in shape]
+                comm.send(torch.tensor(numbers, device=comm.device), PP, to=to)
             sent = sent_output(plan, stage, x)
             if sent.numel():
                 comm.send(sent.contiguous(), PP, to=to)
