@@ -24,7 +24,7 @@ from typing import Protocol
 
 from weft.comm import unix_sockets
 from weft.comm.local_peers import LocalPeers
-from weft.comm.shared_segment import SharedSegment
+from weft.comm.shared_memory import SharedSegment
 
 MAX_MEMBERS = 256
 """Of a group in shared memory: halves of slots become small."""

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from weft.comm import futex, unix_sockets
+from weft.comm import unix_sockets
+from weft.comm.shared_memory import has_futexes
 from weft.core.transports import SHARED_MEMORY, cpu_transport, cpu_transport_faults
 from weft.errors import LaunchError
 
@@ -25,7 +26,7 @@ def host_identity() -> str:
     The boot of the kernel and the network namespace, in which sockets find each other: containers
     of one host may share the first and not the second.
     """
-    if not futex.has_futexes() or not hasattr(os, "memfd_create"):
+    if not has_futexes() or not hasattr(os, "memfd_create"):
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.algorithms import ACCUMULATED_IN_FLOAT32, reduce_in_order
-from weft.comm.shared_rounds import Rounds, Steps, tag_of
-from weft.comm.shared_segment import LINE_BYTES, WORD_BYTES
+from weft.comm.shared_memory import LINE_BYTES, WORD_BYTES, Rounds, Steps, tag_of
 from weft.comm.signature import check_signatures, decode_signature, encode_signature
 from weft.comm.transport import Call, Op, Reduce
 from weft.errors import MismatchError, counted

@@ -20,13 +20,11 @@ import threading
 import time
 from collections import deque
 
-from weft.comm import futex
 from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import SHARED_MEMORY
 from weft.comm.local_peers import LocalPeers
 from weft.comm.shared_algorithms import steps_of
-from weft.comm.shared_rounds import Rounds
-from weft.comm.shared_segment import SharedSegment
+from weft.comm.shared_memory import Rounds, SeenWord, SharedSegment, wait_for_change
 from weft.comm.transport import Call
 from weft.errors import MismatchError
 
@@ -204,15 +202,15 @@ class SharedProgress:
         """Sleep until a member publishes, then look from time to time who has left."""
         words = self._awaited_words(call)
         if words:
-            futex.wait(words, timeout_s)
+            wait_for_change(words, timeout_s)
         now_s = time.monotonic()
         if now_s - self._looked_at_s >= SLEEP_S:
             self._looked_at_s = now_s
             self._fail_lost()
 
-    def _awaited_words(self, call: SharedCall) -> list[futex.SeenWord]:
+    def _awaited_words(self, call: SharedCall) -> list[SeenWord]:
         """The counters that calls wait for; [] if one of them can go on, or this one is done."""
-        words: list[futex.SeenWord] = []
+        words: list[SeenWord] = []
         with self.lock:
             for group in self._busy:
                 word = group.rounds.awaited_word()
