@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.host_meeting import MAX_MEMBERS
-from weft.comm.local_peers import LocalPeers
+from weft.comm.local_peers import MAX_MEMBERS, LocalPeers
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.shared_memory import SEGMENT_BYTES, SharedSegment, half_bytes

@@ -21,8 +21,7 @@ from weft.comm.device_groups import NcclGroups, TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group import QueueKey
 from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
-from weft.comm.host_meeting import Meeting, meet
-from weft.comm.local_peers import LocalPeers
+from weft.comm.local_peers import LocalPeers, Meeting, meet
 from weft.comm.planned_groups import PlannedGroup
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore, agree_on_namespace
