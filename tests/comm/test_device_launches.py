@@ -17,8 +17,8 @@ from weft.comm.comm import Comm
 from weft.comm.group import Group
 from weft.comm.group_queue import GroupQueue
 from weft.comm.meta import MetaTransport
-from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call
+from weft.comm.world_store import PresenceStore
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError
 

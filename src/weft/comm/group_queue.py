@@ -15,8 +15,8 @@ from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import DeviceCall, GroupWatch, WatchedCall
 from weft.comm.shared_group import SharedGroup, SharedProgress
-from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
+from weft.comm.world_store import PresenceStore
 from weft.errors import CommError
 
 WAIT_SLICE_S = 0.25

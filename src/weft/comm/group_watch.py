@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from weft.comm.backend_work import BackendCall
-from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
+from weft.comm.world_store import PresenceStore
 from weft.core.mesh import rank_list
 from weft.errors import CommError, CommTimeout, first_line
 
