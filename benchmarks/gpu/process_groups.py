@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.gpu.report import Row, Settings
 from torch.distributed import HashStore
 
-from weft.comm.planned_groups import PlannedGroup
+from weft.comm.group import PlannedGroup
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.transport import Call
 

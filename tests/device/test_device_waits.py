@@ -18,7 +18,7 @@ from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
 from weft.comm import device_groups
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import planned_groups
+from weft.comm.group import planned_groups
 from weft.core.mesh import Mesh
 from weft.run.hang import ENDED, MAX_INTERVAL_S, Hang, HangDetector
 from weft.run.peer_messages import Answer

@@ -14,7 +14,7 @@ from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
 from tests.one_device import micro_batches
 from weft.comm import device_groups
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import StepGroups, planned_groups
+from weft.comm.group import StepGroups, planned_groups
 from weft.config.load import load
 from weft.config.run import plan_of
 from weft.core.mesh import Mesh

@@ -21,7 +21,7 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     """
     if comm is not None:
         return comm
-    from weft.comm.planned_groups import planned_groups  # late: a comm has its own transport
+    from weft.comm.group import planned_groups  # late: a comm has its own transport
     from weft.comm.process_groups import ProcessTransport
 
     transport = ProcessTransport.adopt(device=device)

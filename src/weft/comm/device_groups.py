@@ -4,7 +4,7 @@ Note [Calls on NCCL]
     A kernel of NCCL runs until all members have launched theirs. Two communicators whose kernels
     are launched in different orders on two ranks can wait for each other, and so can the making of
     a communicator, which synchronises the device. So on GPUs all communicators are made at start,
-    in one order (`comm/planned_groups.py`), and calls are launched from the thread that computes,
+    in one order (`comm/group.py`), and calls are launched from the thread that computes,
     in program order, never from a worker thread. The host does not wait: `Work.wait` orders the
     caller's stream. A signature is compared by an all-reduce of its digest on the device, launched
     before the call, and read by the host in `wait`. Messages are not compared: a check in both

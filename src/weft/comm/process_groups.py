@@ -18,10 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.device_groups import NcclGroups, TorchProcessGroup
-from weft.comm.group import QueueKey
+from weft.comm.group import PlannedGroup, QueueKey
 from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.local_peers import LocalPeers, Meeting, meet
-from weft.comm.planned_groups import PlannedGroup
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.comm.world_store import (

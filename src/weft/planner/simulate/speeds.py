@@ -42,7 +42,7 @@ class Speeds:
     @property
     def separates_reductions(self) -> bool:
         """Whether the second communicator of a group exists: only plans of groups have it (see Note
-        [Communicators of a training run] in `comm/planned_groups.py`), and gloo connects without one.
+        [Communicators of a training run] in `comm/group.py`), and gloo connects without one.
         """
         return policy_of(self.hardware.device).connects_at_start
 
