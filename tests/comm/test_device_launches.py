@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from weft.comm import device_groups
+from weft.comm import backends
 from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
@@ -92,7 +92,7 @@ class Recorded:
 @pytest.fixture
 def nccl(monkeypatch):
     """CPU tensors travel as CUDA tensors do."""
-    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
+    monkeypatch.setitem(backends.POLICIES, "cpu", backends.NCCL)
 
 
 def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float = 60.0):

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from weft.comm.algorithms import reduce_in_order, reduce_two_
+from weft.comm.backends import reduce_in_order, reduce_two_
 from weft.comm.transport import Reduce
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

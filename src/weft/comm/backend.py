@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import algorithms
 from weft.comm.backend_work import BackendCall, CheckedStreamCall, MessageCall, StreamCall
-from weft.comm.device_groups import DeviceGroup, TorchProcessGroup, TorchWork, policy_of
+from weft.comm.backends import (
+    OPERATIONS,
+    DeviceGroup,
+    TorchProcessGroup,
+    TorchWork,
+    launch_recv,
+    launch_send,
+    policy_of,
+)
 from weft.comm.shared_group import SharedGroup
 from weft.comm.signature import (
     check_signatures,
@@ -21,27 +28,13 @@ from weft.comm.signature import (
     encode_signature,
     signature_digest,
 )
-from weft.comm.transport import Call, Op, Reduce
+from weft.comm.transport import Call, Reduce
 from weft.errors import MismatchError
 
 MAX_RANKS_COMPARED_BY_TEXT = 8
 """In larger groups, members compare digests of their signatures first."""
 EXCHANGE_TIMEOUT_S = 60.0
 SIGNATURE_TAG, ABORT_TAG = 1, 2
-
-
-OPERATIONS: dict[Op, algorithms.Launch] = {
-    "all_reduce": algorithms.all_reduce,
-    "all_gather": algorithms.all_gather,
-    "reduce_scatter": algorithms.reduce_scatter,
-    "all_to_all": algorithms.all_to_all,
-    "broadcast": algorithms.unless_empty(algorithms.broadcast),
-    "gather": algorithms.unless_empty(algorithms.gather),
-    "scatter": algorithms.unless_empty(algorithms.scatter),
-    "send": algorithms.unless_empty(algorithms.send),
-    "recv": algorithms.unless_empty(algorithms.recv),
-    "barrier": algorithms.barrier,
-}
 
 
 class ProcessGroupBackend:
@@ -236,5 +229,5 @@ def _add_message(group: DeviceGroup, call: Call) -> TorchWork:
     """Start a message on the group of its axis."""
     sender, receiver = call.ranks
     if call.op == "send":
-        return algorithms.launch_send(group, call, to=call.members.index(receiver))
-    return algorithms.launch_recv(group, call, source=call.members.index(sender))
+        return launch_send(group, call, to=call.members.index(receiver))
+    return launch_recv(group, call, source=call.members.index(sender))

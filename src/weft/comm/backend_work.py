@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-
-from weft.comm.device_groups import BackendPolicy, TorchWork
+from typing import Protocol
 
 COMPLETION_POLL_S = 0.001
 """How long `MessageCall.is_completed` waits for its thread, so that a message that has arrived is
@@ -16,6 +15,15 @@ seen as such.
 
 MESSAGE_LIMIT_S = 3600.0
 """How long the thread behind `MessageCall.is_completed` waits for a message."""
+
+
+class TorchWork(Protocol):
+    """The part of torch.distributed.Work that is used; `wait` raises RuntimeError on failure and on
+    time-out.
+    """
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
 
 
 class BackendCall:
@@ -72,13 +80,6 @@ class StreamCall(BackendCall):
             work.wait()
         self._finish_once()
         return True
-
-
-def backend_call(
-    policy: BackendPolicy, works: Sequence[TorchWork], finish: Callable[[], object] | None = None
-) -> BackendCall:
-    """The handle of a collective under this policy."""
-    return (StreamCall if policy.is_stream_ordered else BackendCall)(works, finish)
 
 
 class CheckedStreamCall(StreamCall):

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from weft.comm import collectives
+from weft.comm.backends import policy_of
 from weft.comm.collectives import LoweredOp
-from weft.comm.device_groups import policy_of
 from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.comm.backends import policy_of
 from weft.comm.comm import Comm
-from weft.comm.device_groups import policy_of
 from weft.core.mesh import Axis, Mesh, axis_names
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from weft.comm.device_groups import policy_of
+from weft.comm.backends import policy_of
 from weft.comm.transport import Call, Channel, Communicator, ConnectsGroups, Transport
 from weft.core.axes import data_axes, state_axes, world_partition
 from weft.core.dimension import Dimension, activation_axes, all_axes, dimensions, token_axes

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from weft.comm.backend import OPERATIONS, ProcessGroupBackend
+from weft.comm.backend import ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
-from weft.comm.device_groups import GLOO, POLICIES
+from weft.comm.backends import GLOO, OPERATIONS, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import DeviceCall, GroupWatch, WatchedCall
 from weft.comm.shared_group import SharedGroup, SharedProgress
@@ -34,7 +34,7 @@ CLOSE_WAIT_S = 5.0
 # rounds, which do not wait for others when they are started.
 #
 # Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
-# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/device_groups.py.
+# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/backends.py.
 
 
 class GroupCall(WatchedCall):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.comm.backend import ProcessGroupBackend
-from weft.comm.device_groups import NcclGroups, TorchProcessGroup
+from weft.comm.backends import NcclGroups, TorchProcessGroup
 from weft.comm.group import PlannedGroup, QueueKey
 from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.local_peers import LocalPeers, Meeting, meet

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.comm.algorithms import reduce_in_order
+from weft.comm.backends import reduce_in_order
 from weft.comm.signature import Signature, check_signatures
 from weft.comm.transport import Call, GroupKey, OnLate, Op
 from weft.core.mesh import rank_list

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import torch
 
+from weft.comm.backends import policy_of
 from weft.comm.comm import Comm
-from weft.comm.device_groups import policy_of
 from weft.comm.group import StepGroups, planned_groups
 from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
