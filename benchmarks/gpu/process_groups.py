@@ -1,4 +1,4 @@
-"""NCCL as weft calls it, on a group of one rank: every binding that `comm/backend.py` uses."""
+"""NCCL as weft calls it, on a group of one rank: every binding that `comm/group_queue.py` uses."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from weft.comm import backends
-from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
 from weft.comm.group import Group
-from weft.comm.group_queue import GroupQueue
+from weft.comm.group_queue import ABORT_TAG, GroupQueue, ProcessGroupBackend
 from weft.comm.meta import MetaTransport
 from weft.comm.transport import Call
 from weft.comm.world_store import PresenceStore

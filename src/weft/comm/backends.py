@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.backend_work import BackendCall, MessageCall, StreamCall, TorchWork
+from weft.comm.in_flight import BackendCall, MessageCall, StreamCall, TorchWork
 from weft.comm.transport import Call, Op, Reduce
 
 

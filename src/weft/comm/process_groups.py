@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.comm.backend import ProcessGroupBackend
 from weft.comm.backends import NcclGroups, TorchProcessGroup
 from weft.comm.group import PlannedGroup, QueueKey
-from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
+from weft.comm.group_queue import GroupCall, GroupQueue, ProcessGroupBackend
 from weft.comm.local_peers import LocalPeers, Meeting, meet
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
@@ -358,6 +357,72 @@ class ProcessTransport:
         if segment is None:
             return None
         return SharedGroup(segment, call.ranks, index=call.index, progress=self._progress)
+
+
+class DeviceReports:
+    """Where the monitor thread of a transport reports the call that the device is in.
+
+    Attributes:
+        report: see `CarriesOnDevice.report_device_calls`; None: nothing is reported.
+    """
+
+    def __init__(self) -> None:
+        self.report: Callable[[Call | None], None] | None = None
+
+    def update(self, queues: Iterable[GroupQueue]) -> None:
+        """Report the oldest call of all groups that the device has not completed."""
+        if self.report is None:
+            return
+        found = [call for queue in queues if (call := queue.oldest_on_device) is not None]
+        oldest = min(found, key=lambda call: call.started_at_s, default=None)
+        self.report(None if oldest is None else oldest.call)
+
+
+def watch_queues(
+    queues: Mapping[QueueKey, GroupQueue],
+    closing: threading.Event,
+    reports: DeviceReports,
+    *,
+    interval_s: float,
+    device: torch.device,
+) -> None:
+    """Monitor thread of a transport: announces this rank's calls and reports late ranks and the call
+    that the device is in, until `closing` is set.
+    """
+    if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
+        torch.cuda.set_device(device)
+    is_store_lost = False
+    while not closing.wait(interval_s):
+        watched = list(queues.values())
+        reports.update(watched)
+        for group_queue in () if is_store_lost else watched:
+            try:
+                group_queue.check_progress()
+            except RuntimeError:
+                is_store_lost = True  # calls report what they wait for when they fail
+                break
+    reports.update(())
+
+
+def close_queues(
+    presence: PresenceStore,
+    queues: dict[QueueKey, GroupQueue],
+    rank: int,
+    *,
+    monitor: threading.Thread,
+    closing: threading.Event,
+    progress: SharedProgress,
+) -> None:
+    presence.is_closed = True
+    closing.set()
+    for (_, ranks), group_queue in queues.items():
+        group_queue.abort(ranks.index(rank))
+    for group_queue in queues.values():
+        group_queue.join()
+    progress.close()
+    if monitor.ident is not None and monitor is not threading.current_thread():
+        monitor.join()
+    queues.clear()
 
 
 def _scatter_options() -> dict[Reduce, Any]:

@@ -34,8 +34,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weft.comm.backend_work import BackendCall
 from weft.comm.backends import ACCUMULATED_IN_FLOAT32, SHARED_MEMORY, reduce_in_order
+from weft.comm.in_flight import BackendCall
 from weft.comm.local_peers import LocalPeers
 from weft.comm.shared_memory import (
     LINE_BYTES,
