@@ -15,8 +15,7 @@ from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter,
 from weft.comm.comm import Comm
 from weft.comm.group import Group
 from weft.comm.group_queue import ABORT_TAG, GroupQueue, ProcessGroupBackend
-from weft.comm.meta import MetaTransport
-from weft.comm.transport import Call
+from weft.comm.transport import Call, MetaTransport
 from weft.comm.world_store import PresenceStore
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError

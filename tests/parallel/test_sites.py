@@ -14,7 +14,7 @@ from tests.checkpoint.saving import save
 from tests.parallel.plain_sites import PlainRun, train_plain
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.transport import MetaTransport
 from weft.config.checks import run_checks
 from weft.config.load import try_load
 from weft.config.run import Run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +11,92 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm import flat_buffers
 from weft.comm.group import Group
 from weft.comm.signature import signature_text
 from weft.comm.transport import Call, Op, Reduce
 from weft.errors import CommError
+
+
+def split_sizes(
+    length: int, num_pieces: int, sizes: Sequence[int] | None, *, what: str
+) -> tuple[int, ...]:
+    """`sizes`, checked to split `length` into `num_pieces`; None splits into equal pieces.
+
+    Raises:
+        CommError: they do not; the message begins with `what`, which names the operation, the axis
+            and the dimension.
+    """
+    if sizes is None:
+        piece_length, remainder = divmod(length, num_pieces)
+        if remainder:
+            raise CommError(
+                f"{what} has {length} entries, not divisible by {num_pieces}; pass sizes"
+            )
+        return (piece_length,) * num_pieces
+    total = sum(sizes)
+    if total != length:
+        raise CommError(f"{what} has {length} entries, sizes {list(sizes)} add up to {total}")
+    return member_sizes(sizes, num_pieces, what=what)
+
+
+def member_sizes(sizes: Sequence[int], num_members: int, *, what: str) -> tuple[int, ...]:
+    """`sizes`, checked to hold one length >= 0 for each of `num_members`.
+
+    Raises:
+        CommError: they do not.
+    """
+    is_one_per_member = len(sizes) == num_members
+    if not is_one_per_member or min(sizes) < 0:
+        need = f"{num_members} lengths, one per member, none negative"
+        raise CommError(f"{what}: sizes {list(sizes)} must be {need}")
+    return tuple(sizes)
+
+
+def flatten(x: Tensor) -> Tensor:
+    """`x` as one contiguous dimension, without autograd; shares memory with `x` if `x` is
+    contiguous.
+    """
+    contiguous = x.detach().contiguous()
+    return contiguous.view(-1)
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with the length of dimension `dim` replaced."""
+    lengths = list(shape)
+    lengths[dim] = length
+    return tuple(lengths)
+
+
+def piece_numels(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Number of elements of each piece when `shape` is split along `dim` into `sizes`."""
+    numel_per_entry = math.prod(with_length(shape, dim, 1))
+    return tuple(size * numel_per_entry for size in sizes)
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The pieces of `x` along `dim`, one after the other in a flat buffer."""
+    if dim == 0:
+        return flatten(x)
+    pieces = torch.split(x.detach(), list(sizes), dim)
+    flat_pieces = [piece.reshape(-1) for piece in pieces]
+    return torch.cat(flat_pieces)
+
+
+def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
+    """Inverse of `pack`: pieces of `shapes`, one after the other in `buffer`, concatenated along
+    `dim`.
+    """
+    if dim == 0:
+        num_rows = sum(shape[0] for shape in shapes)
+        whole_shape = with_length(shapes[0], 0, num_rows)
+        return buffer.view(whole_shape)
+    numels = [math.prod(shape) for shape in shapes]
+    flat_pieces = torch.split(buffer, numels)
+    pieces = []
+    for piece, shape in zip(flat_pieces, shapes, strict=True):
+        pieces.append(piece.view(tuple(shape)))
+    return torch.cat(pieces, dim)
+
 
 T = TypeVar("T")
 
@@ -54,24 +136,24 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     if sizes is None:
         lengths = (own_length,) * group.degree
     else:
-        lengths = flat_buffers.member_sizes(sizes, group.degree, what=what)
+        lengths = member_sizes(sizes, group.degree, what=what)
     if lengths[group.index] != own_length:
         raise CommError(f"{what} has length {own_length} here, `sizes` say {lengths[group.index]}")
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
-    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+    numels = piece_numels(x.shape, dim, lengths)
     output = x.new_empty(sum(numels))
     call = _call(
         group,
         "all_gather",
         signature_text(f"all_gather(dim {dim})", x.dtype, x.shape, variable_dim=dim),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
         input_split_sizes=(x.numel(),) * group.degree,
         output_split_sizes=numels,
     )
-    shapes = [flat_buffers.with_length(x.shape, dim, length) for length in lengths]
-    return LoweredOp(call, lambda: flat_buffers.unpack(output, shapes, dim))
+    shapes = [with_length(x.shape, dim, length) for length in lengths]
+    return LoweredOp(call, lambda: unpack(output, shapes, dim))
 
 
 def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
@@ -123,24 +205,24 @@ def reduce_scatter(
         _check_average(x)
     dim = _normalized_dim(x, dim)
     what = f"reduce_scatter over {group.axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], group.degree, sizes, what=what)
+    lengths = split_sizes(x.shape[dim], group.degree, sizes, what=what)
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
-    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+    numels = piece_numels(x.shape, dim, lengths)
     own_numel = numels[group.index]
     output = x.new_empty(own_numel)
     call = _call(
         group,
         "reduce_scatter",
         signature_text(f"reduce_scatter({op}, dim {dim})", x.dtype, x.shape),
-        input=flat_buffers.pack(x, dim, lengths),
+        input=pack(x, dim, lengths),
         output=output,
         input_split_sizes=numels,
         output_split_sizes=(own_numel,) * group.degree,
         reduce=op,
     )
     own_length = lengths[group.index]
-    shape = flat_buffers.with_length(x.shape, dim, own_length)
+    shape = with_length(x.shape, dim, own_length)
     return LoweredOp(call, lambda: output.view(shape))
 
 
@@ -150,24 +232,24 @@ def all_to_all(
     """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
     _normalized_dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
-    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
+    sent = split_sizes(x.shape[0], group.degree, send_sizes, what=what)
     received = sent
     if recv_sizes is not None:
-        received = flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
+        received = member_sizes(recv_sizes, group.degree, what=what)
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
-    output_numels = flat_buffers.piece_numels(x.shape, 0, received)
+    output_numels = piece_numels(x.shape, 0, received)
     output = x.new_empty(sum(output_numels))
     call = _call(
         group,
         "all_to_all",
         signature_text("all_to_all", x.dtype, x.shape, variable_dim=0),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
-        input_split_sizes=flat_buffers.piece_numels(x.shape, 0, sent),
+        input_split_sizes=piece_numels(x.shape, 0, sent),
         output_split_sizes=output_numels,
     )
-    shape = flat_buffers.with_length(x.shape, 0, sum(received))
+    shape = with_length(x.shape, 0, sum(received))
     return LoweredOp(call, lambda: output.view(shape))
 
 
@@ -176,7 +258,7 @@ def broadcast_(x: Tensor, group: Group, root: int) -> LoweredOp[Tensor]:
     group.check_member(root, "root")
     if group.degree == 1:
         return LoweredOp(None, lambda: x)
-    output = flat_buffers.flatten(x)
+    output = flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
     call = _call(group, "broadcast", signature, output=output, root=root)
 
@@ -197,7 +279,7 @@ def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] |
         group,
         "gather",
         signature_text(f"gather(root {root})", x.dtype, x.shape),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
         root=root,
     )
@@ -220,7 +302,7 @@ def scatter(
     if group.degree == 1:
         assert packed is not None, "the only member is the root"
         return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
-    output = flat_buffers.flatten(out)
+    output = flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
     call = _call(group, "scatter", signature, input=packed, output=output, root=root)
     return LoweredOp(call, lambda: _copy_back(out, output))
@@ -235,7 +317,7 @@ def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
         ranks=_pair(source=group.ranks[group.index], destination=group.ranks[to], axis=group.axis),
         index=0,
         signature=signature_text("send", x.dtype, x.shape),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         members=group.ranks,
         checked=group.checked,
     )
@@ -245,7 +327,7 @@ def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
 def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
     """What member `source` sends, written into `out`."""
     group.check_member(source, "receive from")
-    output = flat_buffers.flatten(out)
+    output = flatten(out)
     call = Call(
         op="recv",
         axis=group.axis,

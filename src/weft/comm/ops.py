@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.comm import flat_buffers
+from weft.comm import collectives
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 
@@ -118,7 +118,7 @@ def scatter_to_region(
     if degree == 1:
         return x
     what = f"scatter_to_region over {axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], degree, sizes, what=what)
+    lengths = collectives.split_sizes(x.shape[dim], degree, sizes, what=what)
     index = comm.index(axis)
     start = sum(lengths[:index])
 
@@ -180,7 +180,7 @@ def all_to_all(
     dim = dim % x.dim()
     join_dim = dim if join_dim is None else join_dim % x.dim()
     what = f"all_to_all over {axis}: dim {dim}"
-    sent = flat_buffers.split_sizes(x.shape[dim], degree, send_sizes, what=what)
+    sent = collectives.split_sizes(x.shape[dim], degree, send_sizes, what=what)
     if recv_sizes is not None:
         received = tuple(recv_sizes)
     elif join_dim == dim:
@@ -210,17 +210,17 @@ class _Split:
 
 
 def _all_to_all_once(x: Tensor, comm: Comm, axis: Axis, *, split: _Split, joined: _Split) -> Tensor:
-    own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
+    own_shape = collectives.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
     received_shapes = [
-        flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes
+        collectives.with_length(own_shape, joined.dim, size) for size in joined.sizes
     ]
     received = comm.all_to_all(
-        flat_buffers.pack(x, split.dim, split.sizes),
+        collectives.pack(x, split.dim, split.sizes),
         axis,
-        send_sizes=flat_buffers.piece_numels(x.shape, split.dim, split.sizes),
+        send_sizes=collectives.piece_numels(x.shape, split.dim, split.sizes),
         recv_sizes=[math.prod(shape) for shape in received_shapes],
     )
-    return flat_buffers.unpack(received, received_shapes, joined.dim)
+    return collectives.unpack(received, received_shapes, joined.dim)
 
 
 class _AdjointPair(torch.autograd.Function):
