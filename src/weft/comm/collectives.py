@@ -103,10 +103,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoweredOp(Generic[T]):
-    """A call, or None if the group has one member, and `finish`, which makes the result once the
-    call is complete.
+    """A call of a group, or of none if it is a message; `finish` makes the result once the call is
+    complete. In a group of one member there is no call.
     """
 
+    group: Group | None
     call: Call | None
     finish: Callable[[], T]
 
@@ -121,11 +122,11 @@ def all_reduce_(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     if op == "avg":
         _check_average(x)
     if len(group.ranks) == 1:
-        return LoweredOp(None, lambda: x)
+        return LoweredOp(group, None, lambda: x)
     output = x.detach().contiguous().view(-1)
     signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
     call = _call(group, "all_reduce", signature, output=output, reduce=op)
-    return LoweredOp(call, partial(_copy_back, x, output))
+    return LoweredOp(group, call, partial(_copy_back, x, output))
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
@@ -140,7 +141,7 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     if lengths[group.index] != own_length:
         raise CommError(f"{what} has length {own_length} here, `sizes` say {lengths[group.index]}")
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
+        return LoweredOp(group, None, x.detach().clone)
     numels = piece_numels(x.shape, dim, lengths)
     output = x.new_empty(sum(numels))
     call = _call(
@@ -153,14 +154,14 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
         output_split_sizes=numels,
     )
     shapes = [with_length(x.shape, dim, length) for length in lengths]
-    return LoweredOp(call, lambda: unpack(output, shapes, dim))
+    return LoweredOp(group, call, lambda: unpack(output, shapes, dim))
 
 
 def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
     """Equal shards of one flat buffer: each member's own shard is copied to all members, in place."""
     own_shard = _own_shard(buffer, group, "all_gather")
     if group.degree == 1:
-        return LoweredOp(None, lambda: buffer)
+        return LoweredOp(group, None, lambda: buffer)
     sizes = (own_shard.numel(),) * group.degree
     call = _call(
         group,
@@ -171,7 +172,7 @@ def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
         input_split_sizes=sizes,
         output_split_sizes=sizes,
     )
-    return LoweredOp(call, lambda: buffer)
+    return LoweredOp(group, call, lambda: buffer)
 
 
 def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
@@ -182,7 +183,7 @@ def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tenso
         _check_average(buffer)
     own_shard = _own_shard(buffer, group, "reduce_scatter")
     if group.degree == 1:
-        return LoweredOp(None, lambda: own_shard)
+        return LoweredOp(group, None, lambda: own_shard)
     sizes = (own_shard.numel(),) * group.degree
     call = _call(
         group,
@@ -194,7 +195,7 @@ def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tenso
         output_split_sizes=sizes,
         reduce=op,
     )
-    return LoweredOp(call, lambda: own_shard)
+    return LoweredOp(group, call, lambda: own_shard)
 
 
 def reduce_scatter(
@@ -207,7 +208,7 @@ def reduce_scatter(
     what = f"reduce_scatter over {group.axis}: dim {dim}"
     lengths = split_sizes(x.shape[dim], group.degree, sizes, what=what)
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
+        return LoweredOp(group, None, x.detach().clone)
     numels = piece_numels(x.shape, dim, lengths)
     own_numel = numels[group.index]
     output = x.new_empty(own_numel)
@@ -223,7 +224,7 @@ def reduce_scatter(
     )
     own_length = lengths[group.index]
     shape = with_length(x.shape, dim, own_length)
-    return LoweredOp(call, lambda: output.view(shape))
+    return LoweredOp(group, call, lambda: output.view(shape))
 
 
 def all_to_all(
@@ -237,7 +238,7 @@ def all_to_all(
     if recv_sizes is not None:
         received = member_sizes(recv_sizes, group.degree, what=what)
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
+        return LoweredOp(group, None, x.detach().clone)
     output_numels = piece_numels(x.shape, 0, received)
     output = x.new_empty(sum(output_numels))
     call = _call(
@@ -250,29 +251,25 @@ def all_to_all(
         output_split_sizes=output_numels,
     )
     shape = with_length(x.shape, 0, sum(received))
-    return LoweredOp(call, lambda: output.view(shape))
+    return LoweredOp(group, call, lambda: output.view(shape))
 
 
 def broadcast_(x: Tensor, group: Group, root: int) -> LoweredOp[Tensor]:
     """x of member `root`, written into every member's x."""
     group.check_member(root, "root")
     if group.degree == 1:
-        return LoweredOp(None, lambda: x)
+        return LoweredOp(group, None, lambda: x)
     output = flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
     call = _call(group, "broadcast", signature, output=output, root=root)
-
-    def finish() -> Tensor:
-        return _copy_back(x, output)
-
-    return LoweredOp(call, finish)
+    return LoweredOp(group, call, lambda: _copy_back(x, output))
 
 
 def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
     """Every member's x, at member `root`; None elsewhere."""
     group.check_member(root, "root")
     if group.degree == 1:
-        return LoweredOp(None, lambda: (x.detach().clone(),))
+        return LoweredOp(group, None, lambda: (x.detach().clone(),))
     is_root = group.index == root
     output = x.new_empty(x.numel() * group.degree) if is_root else None
     call = _call(
@@ -289,7 +286,7 @@ def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] |
             return None
         return output.view(group.degree, *x.shape).unbind(0)
 
-    return LoweredOp(call, finish)
+    return LoweredOp(group, call, finish)
 
 
 def scatter(
@@ -301,11 +298,11 @@ def scatter(
     packed = _packed_pieces(pieces, out, group) if is_root else None
     if group.degree == 1:
         assert packed is not None, "the only member is the root"
-        return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
+        return LoweredOp(group, None, lambda: out.copy_(packed.view(out.shape)))
     output = flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
     call = _call(group, "scatter", signature, input=packed, output=output, root=root)
-    return LoweredOp(call, lambda: _copy_back(out, output))
+    return LoweredOp(group, call, lambda: _copy_back(out, output))
 
 
 def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
@@ -321,7 +318,7 @@ def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
         members=group.ranks,
         checked=group.checked,
     )
-    return LoweredOp(call, lambda: x)
+    return LoweredOp(None, call, lambda: x)
 
 
 def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
@@ -340,13 +337,13 @@ def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
         members=group.ranks,
         checked=group.checked,
     )
-    return LoweredOp(call, lambda: _copy_back(out, output))
+    return LoweredOp(None, call, lambda: _copy_back(out, output))
 
 
 def barrier(group: Group) -> LoweredOp[None]:
     """Complete when every member has called it."""
     call = None if group.degree == 1 else _call(group, "barrier", "barrier")
-    return LoweredOp(call, lambda: None)
+    return LoweredOp(group, call, lambda: None)
 
 
 def _normalized_dim(x: Tensor, dim: int) -> int:

@@ -79,30 +79,6 @@ class CallMonitor(Protocol):
     def on_device(self, call: Call | None) -> None: ...
 
 
-class MonitoredCall:
-    """A pending call whose wait is reported to a monitor."""
-
-    def __init__(
-        self, pending: PendingCall, call: Call, *, monitor: CallMonitor, position: int
-    ) -> None:
-        self._pending = pending
-        self._call = call
-        self._monitor = monitor
-        self._position = position
-
-    def wait(self) -> None:
-        """Block until the call is complete."""
-        self._monitor.waiting(self._call, self._position)
-        try:
-            self._pending.wait()
-        finally:
-            self._monitor.finished()
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._pending.is_completed()
-
-
 class CallProfiler(Protocol):
     """Sees when each call of a rank is started and waited for, while a profile is recorded."""
 
@@ -118,29 +94,6 @@ class CallProfiler(Protocol):
     def end_wait(self, record: list[Any]) -> None: ...
 
 
-class RecordedCall:
-    """A pending call whose wait is recorded."""
-
-    __slots__ = ("_pending", "_record", "_recorder")
-
-    def __init__(self, pending: PendingCall, recorder: CallProfiler, record: list[Any]) -> None:
-        self._pending = pending
-        self._recorder = recorder
-        self._record = record
-
-    def wait(self) -> None:
-        """Block until the call is complete."""
-        self._recorder.begin_wait(self._record)
-        try:
-            self._pending.wait()
-        finally:
-            self._recorder.end_wait(self._record)
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._pending.is_completed()
-
-
 @dataclass
 class WaitClock:
     """Time that a rank has spent waiting for calls.
@@ -152,20 +105,44 @@ class WaitClock:
     waited_s: float = 0.0
 
 
-class TimedCall:
-    """A pending call whose wait is added to a clock."""
+class ObservedCall:
+    """A pending call whose wait is reported, recorded and timed, by those of the three that are there.
 
-    def __init__(self, pending: PendingCall, clock: WaitClock) -> None:
-        self._pending = pending
-        self._clock = clock
+    The recorder sees the whole wait. The clock adds up what the transport takes and what the monitor
+    does around it.
+    """
+
+    def __init__(
+        self,
+        pending: PendingCall,
+        call: Call,
+        *,
+        position: int,
+        record: list[Any] | None,
+        monitor: CallMonitor | None,
+        recorder: CallProfiler | None,
+        clock: WaitClock | None,
+    ) -> None:
+        self._pending, self._call, self._position, self._record = pending, call, position, record
+        self._monitor, self._recorder, self._clock = monitor, recorder, clock
 
     def wait(self) -> None:
         """Block until the call is complete."""
+        monitor, recorder, record = self._monitor, self._recorder, self._record
+        if recorder is not None and record is not None:
+            recorder.begin_wait(record)
         start_s = time.perf_counter()
+        if monitor is not None:
+            monitor.waiting(self._call, self._position)
         try:
             self._pending.wait()
         finally:
-            self._clock.waited_s += time.perf_counter() - start_s
+            if monitor is not None:
+                monitor.finished()
+            if self._clock is not None:
+                self._clock.waited_s += time.perf_counter() - start_s
+            if recorder is not None and record is not None:
+                recorder.end_wait(record)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
