@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from weft.comm import backends
+from weft.comm.backends import DeviceGroup, policy_of
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
 from weft.comm.group import Group
 from weft.comm.group_queue import ABORT_TAG, GroupQueue, ProcessGroupBackend
+from weft.comm.in_flight import GroupWatch
 from weft.comm.transport import Call, MetaTransport
 from weft.comm.world_store import PresenceStore
 from weft.core.mesh import Mesh
@@ -94,23 +96,20 @@ def nccl(monkeypatch):
 
 
 def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float = 60.0):
-    def connect(call: Call) -> ProcessGroupBackend:
-        options = {"sum": "options"}
-        return ProcessGroupBackend(
-            lambda device_type: group,
-            {"sum": "sum"},
-            scatter_options=options,
-            deterministic=deterministic,
-        )
-
-    return GroupQueue(
-        "group",
-        connect,
-        presence=PresenceStore(HashStore()),
-        timeout_s=timeout_s,
-        late_after_s=timeout_s,
-        announce_after_s=0.0,
+    presence = PresenceStore(HashStore())
+    watch = GroupWatch(
+        "group", presence, timeout_s=timeout_s, late_after_s=timeout_s, announce_after_s=0.0
     )
+    return GroupQueue(lambda call: backend_of(group, deterministic=deterministic), watch)
+
+
+def backend_of(group: Recorded, *, deterministic: bool = False) -> ProcessGroupBackend:
+    return ProcessGroupBackend(lambda device_type: carrier_of(group, device_type, deterministic))
+
+
+def carrier_of(group: Recorded, device_type: str, deterministic: bool = False) -> DeviceGroup:
+    policy = policy_of(device_type, deterministic=deterministic)
+    return DeviceGroup(group, policy, {"sum": "sum"}, {"sum": "options"})
 
 
 def calls_of(axis_group: Group) -> list[Call]:
@@ -252,7 +251,7 @@ def test_a_call_that_blocks_in_its_launch_is_reported_and_aborted():
     queue.check_progress()
     assert may_go_on.is_set()
     thread.join(60)
-    assert isinstance(queue.failure, CommTimeout)
+    assert isinstance(queue.watch.failure, CommTimeout)
 
 
 @pytest.mark.usefixtures("nccl")
@@ -289,12 +288,12 @@ def test_a_cpu_call_on_a_group_of_a_device_connects_in_the_worker():
     may_connect = threading.Event()
     group = Recorded()
 
-    def connect_device_type(device_type: str) -> Recorded:
+    def connect_device_type(device_type: str) -> DeviceGroup:
         if device_type == "cpu":
             assert may_connect.wait(60)
-        return group
+        return carrier_of(group, device_type)
 
-    backend = ProcessGroupBackend(connect_device_type, {"sum": "sum"})
+    backend = ProcessGroupBackend(connect_device_type)
     queue = make_queue(group)
     queue._connect = lambda call: backend
     queue.connect(calls_of(GROUP)[0], "cuda")
@@ -311,9 +310,7 @@ def test_communicators_are_ended_together_once_their_calls_are_complete(hangs, e
     group = Recorded(hangs=hangs)
     calls: list[str] = []
     group.shutdown = lambda: calls.append("shutdown")
-    backend = ProcessGroupBackend(lambda device_type: group, {"sum": "sum"})
     queue = make_queue(group)
-    queue._connect = lambda call: backend
     queue.connect(calls_of(GROUP)[0], "cuda")
     queue.start(calls_of(GROUP)[0], no_report)
     queue.shut_down()

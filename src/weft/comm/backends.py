@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -154,6 +155,10 @@ class DeviceGroup:
     policy: BackendPolicy
     reduce_ops: Mapping[Reduce, Any]
     scatter_options: Mapping[Reduce, Any] = field(default_factory=dict)
+
+    def launch(self, call: Call) -> BackendCall:
+        """Hand `call` to the process group."""
+        return OPERATIONS[call.op](self, call)
 
     def all_to_all(
         self,
@@ -358,7 +363,7 @@ def _all_reduce_of_two(group: DeviceGroup, call: Call, output: Tensor) -> Backen
     work = group.process_group.alltoall_base(
         received.view(torch.uint8), output.view(torch.uint8), sizes, sizes
     )
-    return BackendCall((work,), lambda: reduce_two_(output, received, call.reduce))
+    return BackendCall((work,), partial(reduce_two_, output, received, call.reduce))
 
 
 def _all_reduce_in_order(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:
@@ -427,7 +432,7 @@ def _reduce_scatter_of_two(group: DeviceGroup, call: Call, output: Tensor) -> Ba
     received = torch.empty_like(output) if is_in_place else output
     other = received if is_in_place else own
     work = group.exchange_with_peer(peer, received, index=call.index)
-    return BackendCall((work,), lambda: reduce_two_(output, other, call.reduce))
+    return BackendCall((work,), partial(reduce_two_, output, other, call.reduce))
 
 
 DATA_TAG = 0

@@ -6,24 +6,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm.backends import (
-    GLOO,
-    OPERATIONS,
-    POLICIES,
-    DeviceGroup,
-    TorchProcessGroup,
-    TorchWork,
-    launch_recv,
-    launch_send,
-    policy_of,
-)
+from weft.comm.backends import GLOO, POLICIES, DeviceGroup, TorchWork, launch_recv, launch_send
 from weft.comm.in_flight import (
     BackendCall,
     CheckedStreamCall,
@@ -41,8 +30,7 @@ from weft.comm.signature import (
     encode_signature,
     signature_digest,
 )
-from weft.comm.transport import Call, OnLate, Reduce
-from weft.comm.world_store import PresenceStore
+from weft.comm.transport import Call, OnLate
 from weft.errors import CommError, MismatchError
 
 MAX_RANKS_COMPARED_BY_TEXT = 8
@@ -55,58 +43,30 @@ class ProcessGroupBackend:
     """The process groups of one group of ranks, one for each device type, and their calls.
 
     Args:
-        connect: makes the process group for a device type, `connect("cpu")`, or the group in shared
-            memory; it may block until all members call it.
-        reduce_ops: torch.distributed's ReduceOp for each reduction.
-        scatter_options: torch.distributed's ReduceScatterOptions for each reduction.
-        deterministic: whether reductions are in rank order on every backend.
+        connect: connects the group for a device type, `connect("cpu")`: a process group, or the group
+            in shared memory; it may block until all members call it.
 
     Attributes:
         connected: device type -> its group, of those that are connected.
         is_aborted: whether `abort` was called: what calls on devices wrote is not to be used.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[str], TorchProcessGroup | SharedGroup],
-        reduce_ops: Mapping[Reduce, Any],
-        *,
-        scatter_options: Mapping[Reduce, Any] | None = None,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, connect: Callable[[str], DeviceGroup | SharedGroup]) -> None:
         self.connected: dict[str, DeviceGroup | SharedGroup] = {}
         self.is_aborted = False
         self._connect = connect
-        self._reduce_ops = reduce_ops
-        self._scatter_options = scatter_options or {}
-        self._deterministic = deterministic
 
     def carrier(self, device_type: str) -> DeviceGroup | SharedGroup:
         """What carries tensors on a device type; connected when it is first asked for."""
-        found = self.connected.get(device_type)
-        if found is None:
-            made = self._connect(device_type)
-            policy = policy_of(device_type, deterministic=self._deterministic)
-            found = (
-                made
-                if isinstance(made, SharedGroup)
-                else DeviceGroup(made, policy, self._reduce_ops, self._scatter_options)
-            )
-            self.connected[device_type] = found
-        return found
+        if device_type not in self.connected:
+            self.connected[device_type] = self._connect(device_type)
+        return self.connected[device_type]
 
     def group(self, device_type: str) -> DeviceGroup:
         """The process group for tensors on a device type."""
         found = self.carrier(device_type)
         assert isinstance(found, DeviceGroup), "calls in shared memory do not come here"
         return found
-
-    def launch(self, call: Call, device_type: str) -> BackendCall:
-        """Hand `call` to what carries its tensors."""
-        carrier = self.carrier(device_type)
-        if isinstance(carrier, SharedGroup):
-            return carrier.launch(call)
-        return OPERATIONS[call.op](carrier, call)
 
     def launch_messages(self, calls: Sequence[Call]) -> list[BackendCall]:
         """Launch messages on the group of their axis: see Note [Messages on NCCL].
@@ -131,7 +91,7 @@ class ProcessGroupBackend:
         total = own.to(device, copy=True)
         group = self.group(device.type)
         checking = group.process_group.allreduce([total], group.reduce_ops["sum"])
-        launched = self.launch(call, device.type)
+        launched = group.launch(call)
 
         def compare() -> None:
             total_on_host = total.cpu()
@@ -339,27 +299,11 @@ class GroupQueue:
 
     Args:
         connect: connects the group, for its first call; it may block until all members have joined.
-
-    The others are those of `GroupWatch`.
+        watch: of the calls of the group.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[Call], ProcessGroupBackend],
-        *,
-        presence: PresenceStore,
-        timeout_s: float,
-        late_after_s: float,
-        announce_after_s: float,
-    ) -> None:
-        self.watch = GroupWatch(
-            name,
-            presence,
-            timeout_s=timeout_s,
-            late_after_s=late_after_s,
-            announce_after_s=announce_after_s,
-        )
+    def __init__(self, connect: Callable[[Call], ProcessGroupBackend], watch: GroupWatch) -> None:
+        self.watch = watch
         self._connect = connect
         self._backend: ProcessGroupBackend | None = None
         self._lock = threading.Lock()
@@ -384,10 +328,7 @@ class GroupQueue:
             if group is None or is_compared_before or self._num_queued:
                 self._enqueue(group_call)
             else:
-                if isinstance(group, SharedGroup):
-                    group_call.launched = group.launch(call)
-                else:
-                    group_call.launched = OPERATIONS[call.op](group, call)
+                group_call.launched = group.launch(call)
                 watch.in_flight.add(group_call)
             return group_call
 
@@ -416,25 +357,10 @@ class GroupQueue:
             return self._backend
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the members have met."""
-        return self.watch.is_connected
-
-    @property
     def carriers(self) -> frozenset[str]:
         """Names of what carries tensors of this group."""
         connected = {} if self._backend is None else dict(self._backend.connected)
         return frozenset(carrier.policy.name for carrier in connected.values())
-
-    @property
-    def failure(self) -> CommError | None:
-        """Why the connections of the group were closed; None while they are open."""
-        return self.watch.failure
-
-    @property
-    def oldest_on_device(self) -> DeviceCall | None:
-        """The oldest call that a device has not completed."""
-        return self.watch.on_device.oldest()
 
     def check_progress(self) -> None:
         """Report what is late, and abort a device whose call is too old: the monitor thread of the
@@ -444,8 +370,8 @@ class GroupQueue:
 
     def shut_down(self) -> None:
         """End the communicators of devices, if all calls on them are complete; every member does."""
-        is_unfinished = self.oldest_on_device is not None
-        if self._backend is not None and not is_unfinished and self.failure is None:
+        is_unfinished = self.watch.on_device.oldest() is not None
+        if self._backend is not None and not is_unfinished and self.watch.failure is None:
             self._backend.shut_down()
 
     def abort(self, index: int) -> None:
@@ -455,7 +381,7 @@ class GroupQueue:
         if self._backend is not None:
             is_busy = bool(self.watch.in_flight or self._num_queued)
             if is_busy or any(device_type != "cpu" for device_type in self._backend.connected):
-                self._backend.abort(index)
+                self._abort_backend(index)
         self._queued.put(None)
 
     def join(self) -> None:
@@ -472,7 +398,7 @@ class GroupQueue:
     def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch one call, or messages together."""
         first = group_calls[0]
-        if self.failure is not None:
+        if self.watch.failure is not None:
             raise self.watch.diagnose(first, None)
         device_calls = self.watch.on_device.add(group_calls)
         try:
@@ -496,7 +422,7 @@ class GroupQueue:
             return backend.launch_messages([group_call.call for group_call in group_calls])
         if first.call.checked and first.policy.checks_on_device:
             return [backend.launch_checked(first.call, first.call.device)]
-        return [backend.launch(first.call, first.device_type)]
+        return [backend.carrier(first.device_type).launch(first.call)]
 
     def _enqueue(self, group_call: GroupCall) -> None:
         group_call.done = threading.Event()
@@ -528,9 +454,10 @@ class GroupQueue:
     def _run(self, group_call: GroupCall) -> None:
         call, device_type = group_call.call, group_call.device_type
         backend = self._connect_for(call, device_type)
-        if call.checked and not backend.carrier(device_type).policy.compares_in_call:
+        carrier = backend.carrier(device_type)
+        if call.checked and not carrier.policy.compares_in_call:
             group_call.wait_for_backend(backend.exchange_signatures(call))
-        group_call.launched = backend.launch(call, device_type)
+        group_call.launched = carrier.launch(call)
         group_call.wait_for_backend(group_call.launched)
 
     def _connect_for(self, call: Call, device_type: str) -> ProcessGroupBackend:
