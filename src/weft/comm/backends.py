@@ -65,35 +65,23 @@ class BackendPolicy:
     """
 
     name: str
-    native_reduce: bool
-    native_gather: bool
-    exchanges_of_two: bool
-    is_stream_ordered: bool
-    launches_from_caller: bool
-    checks_on_device: bool
-    messages_on_axis_group: bool
-    connects_at_start: bool
-    totals_along_axes: bool
+    native_reduce: bool = False
+    native_gather: bool = False
+    exchanges_of_two: bool = False
+    is_stream_ordered: bool = False
+    launches_from_caller: bool = False
+    checks_on_device: bool = False
+    messages_on_axis_group: bool = False
+    connects_at_start: bool = False
+    totals_along_axes: bool = False
     compares_in_call: bool = False
 
 
-GLOO = BackendPolicy(
-    name="gloo",
-    native_reduce=False,
-    native_gather=False,
-    exchanges_of_two=True,
-    is_stream_ordered=False,
-    launches_from_caller=False,
-    checks_on_device=False,
-    messages_on_axis_group=False,
-    connects_at_start=False,
-    totals_along_axes=False,
-)
+GLOO = BackendPolicy("gloo", exchanges_of_two=True)
 NCCL = BackendPolicy(
     name="NCCL",
     native_reduce=True,
     native_gather=True,
-    exchanges_of_two=False,
     is_stream_ordered=True,
     launches_from_caller=True,
     checks_on_device=True,
@@ -380,11 +368,17 @@ def _all_reduce_in_order(group: DeviceGroup, call: Call, output: Tensor) -> Back
 
 def _all_reduce_native(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:
     """The all-reduce of gloo or NCCL, in place; an average is a sum that is divided."""
-    is_average = call.reduce == "avg"
-    reduce_op = group.reduce_ops["sum" if is_average else call.reduce]
-    work = group.process_group.allreduce([output], reduce_op)
-    divide = (lambda: output.div_(len(call.ranks))) if is_average else None
-    return backend_call(group.policy, (work,), divide)
+    work = group.process_group.allreduce([output], group.reduce_ops[_summed(call.reduce)])
+    return backend_call(group.policy, (work,), _division(call, output))
+
+
+def _summed(op: Reduce) -> Reduce:
+    return "sum" if op == "avg" else op
+
+
+def _division(call: Call, output: Tensor) -> Callable[[], object] | None:
+    """What is left of an average once the sum is there."""
+    return partial(output.div_, len(call.ranks)) if call.reduce == "avg" else None
 
 
 def reduce_scatter(group: DeviceGroup, call: Call) -> BackendCall:
@@ -417,11 +411,9 @@ def reduce_scatter(group: DeviceGroup, call: Call) -> BackendCall:
 
 def _reduce_scatter_native(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:
     """The reduce-scatter of NCCL, of equal pieces."""
-    is_average = call.reduce == "avg"
-    options = group.scatter_options["sum" if is_average else call.reduce]
+    options = group.scatter_options[_summed(call.reduce)]
     work = group.process_group._reduce_scatter_base(output, call.required_input, options)
-    divide = (lambda: output.div_(len(call.ranks))) if is_average else None
-    return backend_call(group.policy, (work,), divide)
+    return backend_call(group.policy, (work,), _division(call, output))
 
 
 def _reduce_scatter_of_two(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:

@@ -185,25 +185,14 @@ def late_ranks(
 ) -> LateRanks:
     """What `rank` reports of a call that it waits for."""
     coordinates = {each: mesh.coord_text(each) for each in (rank, *missing)}
-    return LateRanks(
-        call=call.description,
-        rank=rank,
-        missing=missing,
-        coordinates=coordinates,
-        waited_s=waited_s,
-    )
+    return LateRanks(call.description, rank, missing, coordinates, waited_s)
 
 
 def failure_note(call: Call, mesh: Mesh, rank: int) -> str:
     """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""
-    members = []
-    for member in call.ranks[:MAX_RANKS_IN_NOTE]:
-        coordinates = mesh.coord_text(member)
-        members.append(f"{member} = {coordinates}")
-    own_coordinates = mesh.coord_text(rank)
-    reporter = f"rank {rank} ({own_coordinates}) of mesh {mesh}"
-    listed = ", ".join(members)
-    return f"reported by {reporter}; ranks: {listed}"
+    members = [f"{each} = {mesh.coord_text(each)}" for each in call.ranks[:MAX_RANKS_IN_NOTE]]
+    reporter = f"rank {rank} ({mesh.coord_text(rank)}) of mesh {mesh}"
+    return f"reported by {reporter}; ranks: {', '.join(members)}"
 
 
 def print_late_ranks(late: LateRanks) -> None:
@@ -222,9 +211,9 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            operations=self.operations + other.operations,
-            payload_bytes=self.payload_bytes + other.payload_bytes,
-            sent_bytes=self.sent_bytes + other.sent_bytes,
+            self.operations + other.operations,
+            self.payload_bytes + other.payload_bytes,
+            self.sent_bytes + other.sent_bytes,
         )
 
 

@@ -42,28 +42,18 @@ def copy_to_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """Identity; the gradient is all-reduced. For a replicated tensor that sharded layers read."""
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return reduce_from_region(grad, comm, axis)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x, lambda x: x.view_as(x), lambda grad: reduce_from_region(grad, comm, axis)
+    )
 
 
 def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """Sum over the axis; the gradient passes unchanged. For the partial results of sharded layers."""
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_reduce(x, axis)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return copy_to_region(grad, comm, axis)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x, lambda x: comm.all_reduce(x, axis), lambda grad: copy_to_region(grad, comm, axis)
+    )
 
 
 def all_gather(
@@ -76,14 +66,11 @@ def all_gather(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return reduce_scatter(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
+        lambda grad: reduce_scatter(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def reduce_scatter(
@@ -96,14 +83,11 @@ def reduce_scatter(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.reduce_scatter(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return all_gather(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.reduce_scatter(x, axis, dim=dim, sizes=sizes),
+        lambda grad: all_gather(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def scatter_to_region(
@@ -143,14 +127,11 @@ def gather_from_region(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return scatter_to_region(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
+        lambda grad: scatter_to_region(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def all_to_all(

@@ -401,16 +401,14 @@ class SharedGroup:
     def launch(self, call: Call) -> BackendCall:
         """Start a call: do what can be done without waiting."""
         started = SharedCall(self, call)
-        self.progress.start(self, started)
+        with self.progress.lock:
+            if self._failure is not None:
+                started.error, started.is_done = self._failure, True
+                return started
+            self._calls.append(started)
+            if len(self._calls) > 1 or self.advance():
+                self.progress.go_on_with(self)
         return started
-
-    def add(self, call: SharedCall) -> bool:
-        """Add a call behind those that are under way; whether it still is."""
-        if self._failure is not None:
-            call.error, call.is_done = self._failure, True
-            return False
-        self._calls.append(call)
-        return len(self._calls) > 1 or self.advance()
 
     def advance(self) -> bool:
         """Move on the calls, in order; whether any is left."""
@@ -453,13 +451,11 @@ class SharedProgress:
         self._looked_at_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self, group: SharedGroup, call: SharedCall) -> None:
-        """Start a call of a group."""
-        with self.lock:
-            if group.add(call):
-                self._busy.add(group)
-                if not self._is_busy.is_set():
-                    self._wake_thread()
+    def go_on_with(self, group: SharedGroup) -> None:
+        """A group has calls under way; the caller holds the lock."""
+        self._busy.add(group)
+        if not self._is_busy.is_set():
+            self._wake_thread()
 
     def advance(self) -> bool:
         """Move on all calls; whether any of them got on."""
