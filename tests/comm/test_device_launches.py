@@ -100,14 +100,16 @@ def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float
     watch = GroupWatch(
         "group", presence, timeout_s=timeout_s, late_after_s=timeout_s, announce_after_s=0.0
     )
-    return GroupQueue(lambda call: backend_of(group, deterministic=deterministic), watch)
+    return GroupQueue(backend_of(group, deterministic=deterministic), watch)
 
 
 def backend_of(group: Recorded, *, deterministic: bool = False) -> ProcessGroupBackend:
-    return ProcessGroupBackend(lambda device_type: carrier_of(group, device_type, deterministic))
+    return ProcessGroupBackend(
+        lambda device_type, call: carrier_of(group, device_type, deterministic=deterministic)
+    )
 
 
-def carrier_of(group: Recorded, device_type: str, deterministic: bool = False) -> DeviceGroup:
+def carrier_of(group: Recorded, device_type: str, *, deterministic: bool = False) -> DeviceGroup:
     policy = policy_of(device_type, deterministic=deterministic)
     return DeviceGroup(group, policy, {"sum": "sum"}, {"sum": "options"})
 
@@ -288,14 +290,13 @@ def test_a_cpu_call_on_a_group_of_a_device_connects_in_the_worker():
     may_connect = threading.Event()
     group = Recorded()
 
-    def connect_device_type(device_type: str) -> DeviceGroup:
+    def connect(device_type: str, call: Call) -> DeviceGroup:
         if device_type == "cpu":
             assert may_connect.wait(60)
         return carrier_of(group, device_type)
 
-    backend = ProcessGroupBackend(connect_device_type)
     queue = make_queue(group)
-    queue._connect = lambda call: backend
+    queue.backend = ProcessGroupBackend(connect)
     queue.connect(calls_of(GROUP)[0], "cuda")
     started = queue.start(calls_of(GROUP)[0], no_report)
     assert not started.is_completed()

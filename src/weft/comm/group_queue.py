@@ -43,28 +43,33 @@ class ProcessGroupBackend:
     """The process groups of one group of ranks, one for each device type, and their calls.
 
     Args:
-        connect: connects the group for a device type, `connect("cpu")`: a process group, or the group
-            in shared memory; it may block until all members call it.
+        connect: connects the group for a device type, on behalf of a call: a process group, or the
+            group in shared memory; it may block until all members call it.
 
     Attributes:
         connected: device type -> its group, of those that are connected.
         is_aborted: whether `abort` was called: what calls on devices wrote is not to be used.
     """
 
-    def __init__(self, connect: Callable[[str], DeviceGroup | SharedGroup]) -> None:
+    def __init__(self, connect: Callable[[str, Call], DeviceGroup | SharedGroup]) -> None:
         self.connected: dict[str, DeviceGroup | SharedGroup] = {}
         self.is_aborted = False
         self._connect = connect
+        self._locks: dict[str, threading.Lock] = {}
 
-    def carrier(self, device_type: str) -> DeviceGroup | SharedGroup:
-        """What carries tensors on a device type; connected when it is first asked for."""
-        if device_type not in self.connected:
-            self.connected[device_type] = self._connect(device_type)
-        return self.connected[device_type]
+    def carrier(self, device_type: str, call: Call) -> DeviceGroup | SharedGroup:
+        """What carries tensors on a device type; connected when a call first needs it."""
+        found = self.connected.get(device_type)
+        if found is None:
+            # A lock for each device type: a worker that connects the CPU must not hold up a device.
+            with self._locks.setdefault(device_type, threading.Lock()):
+                found = self.connected.get(device_type) or self._connect(device_type, call)
+                self.connected[device_type] = found
+        return found
 
-    def group(self, device_type: str) -> DeviceGroup:
+    def group(self, device_type: str, call: Call) -> DeviceGroup:
         """The process group for tensors on a device type."""
-        found = self.carrier(device_type)
+        found = self.carrier(device_type, call)
         assert isinstance(found, DeviceGroup), "calls in shared memory do not come here"
         return found
 
@@ -75,7 +80,7 @@ class ProcessGroupBackend:
         """
         launched: list[BackendCall] = []
         for together in _without_repeated_pairs(calls):
-            group = self.group(together[0].device.type)
+            group = self.group(together[0].device.type, together[0])
             group.process_group._start_coalescing()
             for call in together:
                 _add_message(group, call)
@@ -89,7 +94,7 @@ class ProcessGroupBackend:
         """
         own = signature_digest(call)
         total = own.to(device, copy=True)
-        group = self.group(device.type)
+        group = self.group(device.type, call)
         checking = group.process_group.allreduce([total], group.reduce_ops["sum"])
         launched = group.launch(call)
 
@@ -114,7 +119,7 @@ class ProcessGroupBackend:
     def _compare_digests(self, call: Call) -> BackendCall:
         own = signature_digest(call)
         total = own.clone()
-        group = self.group("cpu")
+        group = self.group("cpu", call)
         work = group.process_group.allreduce([total], group.reduce_ops["sum"])
 
         def compare() -> None:
@@ -146,11 +151,11 @@ class ProcessGroupBackend:
             check_signatures(call.axis, call.ranks, signatures)
 
         if not call.is_p2p:
-            work = self.group("cpu").send_to_all(own, received.view(-1), size)
+            work = self.group("cpu", call).send_to_all(own, received.view(-1), size)
             return BackendCall([work], compare)
         peer = 1 - call.index
         received[call.index].copy_(own)
-        gloo = self.group("cpu").process_group
+        gloo = self.group("cpu", call).process_group
         recv = gloo.recv([received[peer]], peer, SIGNATURE_TAG)
         send = gloo.send([own], peer, SIGNATURE_TAG)
         return MessageCall([recv, send], compare)
@@ -178,8 +183,9 @@ class ProcessGroupBackend:
         """End groups of devices whose calls are all complete; those of the CPU end by themselves."""
         for device_type in list(self.connected):
             if device_type != "cpu":
-                process_group = self.group(device_type).process_group
-                del self.connected[device_type]
+                carrier = self.connected.pop(device_type)
+                assert isinstance(carrier, DeviceGroup), "shared memory is the CPU's"
+                process_group = carrier.process_group
                 end = getattr(process_group, "shutdown", process_group.abort)  # newer than abort
                 end()
 
@@ -298,14 +304,14 @@ class GroupQueue:
     they were started.
 
     Args:
-        connect: connects the group, for its first call; it may block until all members have joined.
+        backend: connects the group, and carries its calls; messages on the group of their axis share
+            that of the group.
         watch: of the calls of the group.
     """
 
-    def __init__(self, connect: Callable[[Call], ProcessGroupBackend], watch: GroupWatch) -> None:
+    def __init__(self, backend: ProcessGroupBackend, watch: GroupWatch) -> None:
+        self.backend = backend
         self.watch = watch
-        self._connect = connect
-        self._backend: ProcessGroupBackend | None = None
         self._lock = threading.Lock()
         self._num_queued = 0
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
@@ -322,8 +328,7 @@ class GroupQueue:
             if group_call.policy.launches_from_caller:
                 self._launch_on_device([group_call])
                 return group_call
-            backend = self._backend
-            group = None if backend is None else backend.connected.get(group_call.device_type)
+            group = self.backend.connected.get(group_call.device_type)
             is_compared_before = call.checked and not (group and group.policy.compares_in_call)
             if group is None or is_compared_before or self._num_queued:
                 self._enqueue(group_call)
@@ -344,44 +349,44 @@ class GroupQueue:
         with self._lock:
             self._launch_on_device(group_calls)
 
-    def connect(self, call: Call, device_type: str) -> ProcessGroupBackend:
+    def connect(self, call: Call, device_type: str) -> DeviceGroup | SharedGroup:
         """Connect the group for tensors on a device type; blocks until all members have joined.
 
         Args:
             call: any call of the group, for its members.
         """
-        with self._lock:
-            if self._backend is None:
-                self._connect_for(call, device_type)
-            assert self._backend is not None, "it was connected"
-            return self._backend
+        try:
+            carrier = self.backend.carrier(device_type, call)
+        except RuntimeError as error:
+            what = f"{call.description}: the group cannot be connected: {error}"
+            raise CommError(what) from error
+        self.watch.is_connected = True
+        return carrier
 
     @property
     def carriers(self) -> frozenset[str]:
         """Names of what carries tensors of this group."""
-        connected = {} if self._backend is None else dict(self._backend.connected)
-        return frozenset(carrier.policy.name for carrier in connected.values())
+        return frozenset(each.policy.name for each in list(self.backend.connected.values()))
 
     def check_progress(self) -> None:
         """Report what is late, and abort a device whose call is too old: the monitor thread of the
         transport calls it from time to time.
         """
-        self.watch.check_progress(self._abort_backend)
+        self.watch.check_progress(self.backend.abort)
 
     def shut_down(self) -> None:
         """End the communicators of devices, if all calls on them are complete; every member does."""
         is_unfinished = self.watch.on_device.oldest() is not None
-        if self._backend is not None and not is_unfinished and self.watch.failure is None:
-            self._backend.shut_down()
+        if not is_unfinished and self.watch.failure is None:
+            self.backend.shut_down()
 
     def abort(self, index: int) -> None:
         """Fail what member `index`, this rank, has started and not waited for; let the worker
         thread end.
         """
-        if self._backend is not None:
-            is_busy = bool(self.watch.in_flight or self._num_queued)
-            if is_busy or any(device_type != "cpu" for device_type in self._backend.connected):
-                self._abort_backend(index)
+        is_busy = bool(self.watch.in_flight or self._num_queued)
+        if is_busy or any(device_type != "cpu" for device_type in self.backend.connected):
+            self.backend.abort(index)
         self._queued.put(None)
 
     def join(self) -> None:
@@ -390,10 +395,6 @@ class GroupQueue:
         """
         if self._worker is not None:
             self._worker.join(CLOSE_WAIT_S)
-
-    def _abort_backend(self, index: int) -> None:
-        if self._backend is not None:
-            self._backend.abort(index)
 
     def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch one call, or messages together."""
@@ -417,12 +418,12 @@ class GroupQueue:
 
     def _launched(self, group_calls: Sequence[GroupCall]) -> list[BackendCall]:
         first = group_calls[0]
-        backend = self._connect_for(first.call, first.device_type)  # if it was not in the plan
+        carrier = self.connect(first.call, first.device_type)  # if it was not in the plan
         if first.call.is_p2p:
-            return backend.launch_messages([group_call.call for group_call in group_calls])
+            return self.backend.launch_messages([group_call.call for group_call in group_calls])
         if first.call.checked and first.policy.checks_on_device:
-            return [backend.launch_checked(first.call, first.call.device)]
-        return [backend.carrier(first.device_type).launch(first.call)]
+            return [self.backend.launch_checked(first.call, first.call.device)]
+        return [carrier.launch(first.call)]
 
     def _enqueue(self, group_call: GroupCall) -> None:
         group_call.done = threading.Event()
@@ -452,25 +453,9 @@ class GroupQueue:
             done.set()
 
     def _run(self, group_call: GroupCall) -> None:
-        call, device_type = group_call.call, group_call.device_type
-        backend = self._connect_for(call, device_type)
-        carrier = backend.carrier(device_type)
+        call = group_call.call
+        carrier = self.connect(call, group_call.device_type)
         if call.checked and not carrier.policy.compares_in_call:
-            group_call.wait_for_backend(backend.exchange_signatures(call))
+            group_call.wait_for_backend(self.backend.exchange_signatures(call))
         group_call.launched = carrier.launch(call)
         group_call.wait_for_backend(group_call.launched)
-
-    def _connect_for(self, call: Call, device_type: str) -> ProcessGroupBackend:
-        """The backend, connected for tensors on a device type."""
-        backend = self._backend
-        if backend is not None and device_type in backend.connected:
-            return backend
-        try:
-            backend = backend or self._connect(call)
-            backend.carrier(device_type)
-        except RuntimeError as error:
-            what = f"{call.description}: the group cannot be connected: {error}"
-            raise CommError(what) from error
-        self._backend = backend
-        self.watch.is_connected = True
-        return backend

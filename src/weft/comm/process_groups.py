@@ -263,21 +263,19 @@ class ProcessTransport:
     def _make_queue(self, key: QueueKey, call: Call) -> GroupQueue:
         name = key.name
 
-        def connect(call: Call) -> ProcessGroupBackend:
-            if key.kind == "messages of group":
-                group = PlannedGroup(call.axis, call.members)
-                example = _call_of(group, self.rank)
-                return self._queue_of(group).connect(example, self.device.type)
-            self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
-            return ProcessGroupBackend(connect_device_type)
-
-        def connect_device_type(device_type: str) -> DeviceGroup | SharedGroup:
+        def connect(device_type: str, first: Call) -> DeviceGroup | SharedGroup:
+            if not backend.connected:
+                self._presence.wait_for_members(name, first, timeout_s=self.timeout_s)
             made = self._connect(f"{name}/{device_type}", device_type, call)
             if isinstance(made, SharedGroup):
                 return made
             policy = policy_of(device_type, deterministic=self.deterministic)
             return DeviceGroup(made, policy, _REDUCE_OPS, _scatter_options())
 
+        if key.kind == "messages of group":
+            backend = self._queue_of(PlannedGroup(call.axis, call.members)).backend
+        else:
+            backend = ProcessGroupBackend(connect)
         watch = GroupWatch(
             name,
             self._presence,
@@ -285,7 +283,7 @@ class ProcessTransport:
             late_after_s=self.late_after_s,
             announce_after_s=self._monitor.interval_s,
         )
-        return GroupQueue(connect, watch)
+        return GroupQueue(backend, watch)
 
     def _connect(
         self, prefix: str, device_type: str, call: Call
