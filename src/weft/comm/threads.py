@@ -183,13 +183,8 @@ class PendingCollective:
 
     def missing(self) -> tuple[int, ...]:
         """World ranks that have not joined; () once it is done."""
-        missing = []
-        for rank, call in zip(
-            self.ranks, self.calls, strict=False
-        ):  # `calls` is emptied once it is done
-            if call is None:
-                missing.append(rank)
-        return tuple(missing)
+        pairs = zip(self.ranks, self.calls, strict=False)  # `calls` is emptied once it is done
+        return tuple(rank for rank, call in pairs if call is None)
 
 
 class GroupState:
@@ -223,156 +218,6 @@ class GroupState:
             collective.is_done = True
             self.condition.notify_all()
         return collective
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """A rank that waits for a collective."""
-
-    collective: PendingCollective
-    call: Call
-
-    def __str__(self) -> str:
-        missing = rank_list(self.collective.missing())
-        return f"rank {self.call.rank} at {self.call.description}, for {missing}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    """The error that all waiting ranks raise."""
-
-    kind: type[CommError]
-    message: str
-
-
-class ThreadWorldState:
-    """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error
-    that aborts all.
-
-    Args:
-        size: number of ranks.
-        timeout_s: how long a rank waits for the others of a group.
-        late_after_s: how long a rank waits before members that have not joined are reported.
-    """
-
-    def __init__(self, size: int, *, timeout_s: float, late_after_s: float) -> None:
-        self.size = size
-        self.timeout_s = timeout_s
-        self.late_after_s = late_after_s
-        self._groups: dict[GroupKey, GroupState] = {}
-        self._lock = threading.Lock()
-        self._aborted: _Abort | None = None
-        self._finished: set[int] = set()
-        self._stuck: dict[int, _Waiter] = {}  # by rank: those whose only thread waits
-
-    def group(self, call: Call) -> GroupState:
-        """State of the group of `call`; each ordered pair has one for its messages."""
-        key = call.group_key
-        group = self._groups.get(key)
-        if group is None:
-            new_group = GroupState(call.ranks)
-            group = self._groups.setdefault(key, new_group)
-        return group
-
-    def abort(self, kind: type[CommError], message: str) -> None:
-        """Make all that wait, now or later, raise this error. The first call counts."""
-        with self._lock:
-            self._aborted = self._aborted or _Abort(kind, message)
-        self._wake_all()
-
-    def finish(self, rank: int) -> None:
-        """`rank` starts no more calls: those that wait for it raise."""
-        self._finished.add(rank)
-        self._wake_all()
-
-    def wait(
-        self, collective: PendingCollective, call: Call, *, is_only_thread: bool, on_late: OnLate
-    ) -> None:
-        """Block until `collective` is done; `is_only_thread`: while it blocks, the rank can start
-        no other call.
-
-        Raises:
-            CommError: the collective failed, another rank has failed, or the rest of its members
-                cannot join any more.
-        """
-        if not collective.is_done:
-            try:
-                self._wait_or_raise(_Waiter(collective, call), is_only_thread, on_late)
-            finally:
-                self._stuck.pop(call.rank, None)
-        if collective.error is not None:
-            raise type(collective.error)(*collective.error.args)
-
-    def _wait_or_raise(self, waiter: _Waiter, is_only_thread: bool, on_late: OnLate) -> None:
-        start_s = time.monotonic()
-        deadline_s = start_s + self.timeout_s
-        late_at_s = start_s + self.late_after_s
-        is_done = self._wait_until(min(late_at_s, deadline_s), waiter, is_only_thread)
-        if not is_done and late_at_s < deadline_s:
-            self._report_late(waiter, on_late)
-            is_done = self._wait_until(deadline_s, waiter, is_only_thread)
-        if not is_done:
-            raise CommTimeout(self._timeout_message(waiter))
-
-    def _wait_until(self, deadline_s: float, waiter: _Waiter, is_only_thread: bool) -> bool:
-        """Whether the collective is done before `deadline_s` on the monotonic clock."""
-        collective, call = waiter.collective, waiter.call
-        condition = self.group(call).condition
-        with condition:
-            while not collective.is_done:
-                self._raise_if_hopeless(waiter)
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    return False
-                is_notified = condition.wait(min(left_s, WAIT_SLICE_S))
-                if not is_notified and is_only_thread:
-                    self._stuck[call.rank] = waiter
-        return True
-
-    def _report_late(self, waiter: _Waiter, on_late: OnLate) -> None:
-        """Report the members that have not joined; only the first waiter of a collective does."""
-        collective = waiter.collective
-        with self._lock:
-            is_first = not collective.is_reported
-            collective.is_reported = True
-        missing = collective.missing()
-        if is_first and missing:
-            on_late(waiter.call, missing, self.late_after_s)
-
-    def _raise_if_hopeless(self, waiter: _Waiter) -> None:
-        description = waiter.call.description
-        if self._aborted is not None:
-            raise self._aborted.kind(f"{description}: {self._aborted.message}")
-        missing = waiter.collective.missing()
-        finished = [rank for rank in missing if rank in self._finished]
-        if finished:
-            raise CommTimeout(f"{description}: {rank_list(finished)} finished without joining")
-        num_idle = len(self._stuck) + len(self._finished)
-        if num_idle >= self.size:
-            self._raise_if_deadlocked(waiter)
-
-    def _raise_if_deadlocked(self, waiter: _Waiter) -> None:
-        stuck = dict(self._stuck)
-        is_any_done = any(other.collective.is_done for other in stuck.values())
-        if waiter.call.rank not in stuck or is_any_done:
-            return
-        waits = [str(stuck[rank]) for rank in sorted(stuck)]
-        message = f"deadlock, every rank waits: {'; '.join(waits)}"
-        with self._lock:
-            self._aborted = self._aborted or _Abort(CommTimeout, message)
-        raise CommTimeout(self._aborted.message)
-
-    def _timeout_message(self, waiter: _Waiter) -> str:
-        call = waiter.call
-        missing = waiter.collective.missing()
-        present = [rank for rank in call.ranks if rank not in missing]
-        late = f"{rank_list(missing)} did not arrive within {self.timeout_s:g} s"
-        return f"{call.description}: {late}; present: {rank_list(present)}"
-
-    def _wake_all(self) -> None:
-        for group in list(self._groups.values()):
-            with group.condition:
-                group.condition.notify_all()
 
 
 # Note [Backward in rank threads]
@@ -451,48 +296,136 @@ class ThreadWorld:
                 f"{counted(size, 'rank')} need {counted(size, 'device')}, got {len(devices)}"
             )
         self.size = size
-        self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
-        self._state = ThreadWorldState(size, timeout_s=timeout_s, late_after_s=late_after_s)
-        self._shared_results = SharedResults()
+        self.timeout_s = timeout_s
+        self.late_after_s = late_after_s
+        self.devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
+        self.shared_results = SharedResults()
         lock = threading.Lock() if takes_turns else None
         self.turns = tuple(Turn(lock) for _ in range(size))
+        self._groups: dict[GroupKey, GroupState] = {}
+        self._lock = threading.Lock()
+        self._aborted: CommError | None = None  # which all that wait raise, now or later
+        self._finished: set[int] = set()
+        self._stuck: dict[int, ThreadCall] = {}  # by rank: those whose only thread waits
 
     def transport(self, rank: int) -> Transport:
         """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
-        device = self._devices[rank]
-        return ThreadTransport(
-            rank, self.size, device, self._state, self._shared_results, self.turns[rank]
-        )
+        return ThreadTransport(rank, self)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """`rank` has failed: all that wait raise an error that names it. Only the first failure
         counts.
         """
-        self._state.abort(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
+        what = CommError(f"rank {rank} failed first: {type(error).__name__}: {error}")
+        with self._lock:
+            self._aborted = self._aborted or what
+        self._wake_all()
 
     def leave(self, rank: int) -> None:
         """`rank` has finished: those that wait for it raise at once."""
-        self._state.finish(rank)
+        self._finished.add(rank)
+        self._wake_all()
+
+    def group(self, call: Call) -> GroupState:
+        """State of the group of `call`; each ordered pair has one for its messages."""
+        key = call.group_key
+        group = self._groups.get(key)
+        if group is None:
+            new_group = GroupState(call.ranks)
+            group = self._groups.setdefault(key, new_group)
+        return group
+
+    def wait_for(self, waiter: ThreadCall, *, is_only_thread: bool) -> None:
+        """Block until the collective of `waiter` is done; `is_only_thread`: while it blocks, the
+        rank can start no other call.
+
+        Raises:
+            CommError: another rank has failed, or the rest of its members cannot join any more.
+        """
+        start_s = time.monotonic()
+        deadline_s = start_s + self.timeout_s
+        late_at_s = start_s + self.late_after_s
+        try:
+            is_done = self._wait_until(min(late_at_s, deadline_s), waiter, is_only_thread)
+            if not is_done and late_at_s < deadline_s:
+                self._report_late(waiter)
+                is_done = self._wait_until(deadline_s, waiter, is_only_thread)
+        finally:
+            self._stuck.pop(waiter.call.rank, None)
+        if not is_done:
+            raise CommTimeout(self._timeout_message(waiter))
+
+    def _wait_until(self, deadline_s: float, waiter: ThreadCall, is_only_thread: bool) -> bool:
+        """Whether the collective is done before `deadline_s` on the monotonic clock."""
+        collective, call = waiter.collective, waiter.call
+        condition = self.group(call).condition
+        with condition:
+            while not collective.is_done:
+                self._raise_if_hopeless(waiter)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                is_notified = condition.wait(min(left_s, WAIT_SLICE_S))
+                if not is_notified and is_only_thread:
+                    self._stuck[call.rank] = waiter
+        return True
+
+    def _report_late(self, waiter: ThreadCall) -> None:
+        """Report the members that have not joined; only the first waiter of a collective does."""
+        collective = waiter.collective
+        with self._lock:
+            is_first = not collective.is_reported
+            collective.is_reported = True
+        missing = collective.missing()
+        if is_first and missing:
+            waiter.on_late(waiter.call, missing, self.late_after_s)
+
+    def _raise_if_hopeless(self, waiter: ThreadCall) -> None:
+        description = waiter.call.description
+        if self._aborted is not None:
+            raise type(self._aborted)(f"{description}: {self._aborted}")
+        missing = waiter.collective.missing()
+        finished = [rank for rank in missing if rank in self._finished]
+        if finished:
+            raise CommTimeout(f"{description}: {rank_list(finished)} finished without joining")
+        num_idle = len(self._stuck) + len(self._finished)
+        if num_idle >= self.size:
+            self._raise_if_deadlocked(waiter)
+
+    def _raise_if_deadlocked(self, waiter: ThreadCall) -> None:
+        stuck = dict(self._stuck)
+        is_any_done = any(other.collective.is_done for other in stuck.values())
+        if waiter.call.rank not in stuck or is_any_done:
+            return
+        waits = [str(stuck[rank]) for rank in sorted(stuck)]
+        what = CommTimeout(f"deadlock, every rank waits: {'; '.join(waits)}")
+        with self._lock:
+            self._aborted = self._aborted or what
+        raise CommTimeout(str(self._aborted))
+
+    def _timeout_message(self, waiter: ThreadCall) -> str:
+        call = waiter.call
+        missing = waiter.collective.missing()
+        present = [rank for rank in call.ranks if rank not in missing]
+        late = f"{rank_list(missing)} did not arrive within {self.timeout_s:g} s"
+        return f"{call.description}: {late}; present: {rank_list(present)}"
+
+    def _wake_all(self) -> None:
+        for group in list(self._groups.values()):
+            with group.condition:
+                group.condition.notify_all()
 
 
 class ThreadTransport:
     """One rank's side of a `ThreadWorld`."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        state: ThreadWorldState,
-        shared_results: SharedResults,
-        turn: Turn,
-    ) -> None:
-        self.rank, self.size, self.device = rank, size, device
-        self.shared_results = shared_results
-        self._state = state
-        self._turn = turn
+    def __init__(self, rank: int, world: ThreadWorld) -> None:
+        self.rank, self.size, self.device = rank, world.size, world.devices[rank]
+        self.shared_results = world.shared_results
+        self._world = world
+        self._turn = world.turns[rank]
         self._home_thread: int | None = None
 
     def start(self, call: Call, on_late: OnLate) -> ThreadCall:
@@ -502,20 +435,24 @@ class ThreadTransport:
             self._home_thread = thread
         if thread == self._home_thread:
             self._turn.take()  # it has none after it has polled
-        collective = self._state.group(call).join(call)
-        return ThreadCall(self._state, collective, call, on_late, self._home_thread, self._turn)
+        collective = self._world.group(call).join(call)
+        return ThreadCall(self._world, collective, call, on_late, self._home_thread, self._turn)
 
 
 @dataclass(slots=True)
 class ThreadCall:
     """A collective that this rank has joined."""
 
-    state: ThreadWorldState
+    world: ThreadWorld
     collective: PendingCollective
     call: Call
     on_late: OnLate
     home_thread: int
     turn: Turn
+
+    def __str__(self) -> str:
+        missing = rank_list(self.collective.missing())
+        return f"rank {self.call.rank} at {self.call.description}, for {missing}"
 
     def wait(self) -> None:
         """Block until all members have joined; other ranks may compute meanwhile.
@@ -525,17 +462,18 @@ class ThreadCall:
             CommTimeout: some did not join in time, have finished, or wait for this rank.
             CommError: another rank has failed.
         """
-        is_only_thread = threading.get_ident() == self.home_thread
-        must_wait = is_only_thread and not self.collective.is_done
-        if must_wait:
-            self.turn.release()
-        try:
-            self.state.wait(
-                self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late
-            )
-        finally:
-            if must_wait:
-                self.turn.take()
+        collective = self.collective
+        if not collective.is_done:
+            is_only_thread = threading.get_ident() == self.home_thread
+            if is_only_thread:
+                self.turn.release()
+            try:
+                self.world.wait_for(self, is_only_thread=is_only_thread)
+            finally:
+                if is_only_thread:
+                    self.turn.take()
+        if collective.error is not None:
+            raise type(collective.error)(*collective.error.args)
 
     def is_completed(self) -> bool:
         """Whether all members have joined."""
