@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.saver import newest_path
+from weft.config.rules.unused_keys import ranks_are_supervised
 from weft.config.run import Run
-from weft.config.unused_keys import ranks_are_supervised
 from weft.core.transports import PROCESS, THREADS
 from weft.errors import EXIT_OK, Fault, RankError, UserError, WeftError
 from weft.layout.recomputation import KEY as RECOMPUTE

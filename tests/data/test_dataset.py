@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.config.checks import run_checks
 from weft.config.load import load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.schema import DataConfig
-from weft.config.validate import config_checks
 from weft.data import files, images, tokens
 from weft.data.dataset import open_data
 from weft.data.order import layout_of, permuted, samples_of_step

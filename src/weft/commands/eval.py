@@ -12,8 +12,9 @@ from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
 from weft.commands.console import check_files, show_help, wants_help
-from weft.config.checks import run_checks
 from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, json_writer, read_options
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
 from weft.config.schema import (
     MAX_COUNT,
@@ -26,7 +27,6 @@ from weft.config.schema import (
     PipelineConfig,
     PrecisionConfig,
 )
-from weft.config.validate import config_checks
 from weft.core.precision import Dtype
 from weft.core.transports import TransportName
 from weft.data.chat_template import FILE as TEMPLATE_FILE

@@ -18,8 +18,8 @@ from weft.checkpoint.resume import AUTO
 from weft.code.trust import TRUST_FLAG
 from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
-from weft.config.checks import CheckTable
 from weft.config.optimizers import is_user_class
+from weft.config.rules.checks import CheckTable
 from weft.config.run import Run
 from weft.config.user_code import is_reference
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean

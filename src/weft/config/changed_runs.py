@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from weft.config.checks import as_flags
 from weft.config.hf.mapping import Families
 from weft.config.load import load
+from weft.config.rules.checks import as_flags
 from weft.config.run import Run
 from weft.config.schema import SiteConfig
 from weft.core.axes import local_update_axis, without_local_updates

@@ -14,8 +14,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from weft.config.layout_rules import divisors
-from weft.config.suggestions import mesh_text
+from weft.config.rules.layout import divisors
+from weft.config.rules.suggestions import mesh_text
 from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis, local_update_axes, plain_data_axes
 from weft.core.mesh import Mesh

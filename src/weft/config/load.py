@@ -30,7 +30,8 @@ from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import ConfigFamily, Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, table_key, unknown_key, whole_number
-from weft.config.optimizers import is_user_class, optimizer_faults
+from weft.config.optimizers import is_user_class
+from weft.config.rules.values import optimizer_faults, rate_faults, undecodable
 from weft.config.run import Run
 from weft.config.run_files import DIGEST, is_stored, out_of_stored, unexpanded, with_run_file
 from weft.config.schedule_keys import schedule_keys
@@ -42,7 +43,6 @@ from weft.config.user_code import (
     is_reference,
     trust_named,
 )
-from weft.config.value_faults import rate_faults, undecodable
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
-from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.hf.architectures import PREFIX
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import read_json
 from weft.config.optimizers import is_user_class
+from weft.config.rules.checks import Check
+from weft.config.rules.config_checks import config_checks
+from weft.config.rules.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
+from weft.config.rules.values import rate_notes
 from weft.config.run import Run, recompute_of
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
-from weft.config.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
-from weft.config.validate import config_checks
-from weft.config.value_faults import rate_notes
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, LaunchError, counted

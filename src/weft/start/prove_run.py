@@ -10,8 +10,8 @@ from typing import Literal
 
 from weft.code.identity import changed_parts, stored_parts
 from weft.config.changed_runs import changes
-from weft.config.checks import Check, run_checks
 from weft.config.load import load
+from weft.config.rules.checks import Check, run_checks
 from weft.config.run import Run
 from weft.config.schema import SCORED
 from weft.config.small_layers import layer_kinds
