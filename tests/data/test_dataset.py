@@ -24,8 +24,8 @@ from weft.errors import DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
 from weft.models.mnist import config as mnist
-from weft.start.data_checks import source_faults
-from weft.start.preflight import data_checks
+from weft.start.rules.data_sources import source_faults
+from weft.start.rules.start_checks import data_checks
 
 BYTES_MODEL = gpt2.Config()
 IMAGES_MODEL = mnist.Config()

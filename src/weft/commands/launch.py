@@ -37,7 +37,8 @@ from weft.launchers.job import (
     text_faults,
 )
 from weft.start.checked_run import load_checked_run
-from weft.start.preflight import data_checks, folder_checks, with_local_folder
+from weft.start.preflight import with_local_folder
+from weft.start.rules.start_checks import data_checks, folder_checks
 from weft.start.run_folder import new_run_folder
 
 USAGE = "ENGINE [CONFIG.toml] [--key value ...] [--nodes N] [--gpus-per-node G] [--dry-run]"

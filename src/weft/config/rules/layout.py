@@ -289,13 +289,18 @@ def order_is_fixed(
             )
     rules = {optim.name, *(group.optimizer for group in optim.groups)}
     if "adafactor" in rules and parallel.zero:
-        yield Fault(
-            key,
-            "adafactor adds sums of rows and columns over the ranks of ZeRO",
-            got=f"parallel.zero {parallel.zero}",
-            need="0",
-            fix=f"--parallel.zero 0, or {fix}",
-        )
+        yield sums_have_no_order("adafactor adds sums of rows and columns", zero=parallel.zero)
+
+
+def sums_have_no_order(what: str, *, zero: int) -> Fault:
+    """An optimizer adds sums of its own over data ranks, in no fixed order."""
+    return Fault(
+        "deterministic",
+        f"{what} over the ranks of ZeRO",
+        got=f"parallel.zero {zero}",
+        need="0",
+        fix="--parallel.zero 0, or leave deterministic out",
+    )
 
 
 def sites_exist(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:

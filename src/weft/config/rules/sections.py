@@ -45,14 +45,15 @@ def vocabulary_holds_bytes(model: ModelConfig, data: DataConfig) -> Iterator[Fau
     if not is_default_text or data.tokenizer != "bytes":
         return
     size = model.axis_sizes().get("vocab", NUM_BYTES)
-    if size < NUM_BYTES:
-        yield Fault(
-            "model.vocab",
-            "is smaller than the tokenizer's",
-            got=str(size),
-            need=f"at least {NUM_BYTES} for bytes",
-            fix=f"--model.vocab {NUM_BYTES}",
-        )
+    yield from vocabulary_holds("bytes", NUM_BYTES, vocab=size)
+
+
+def vocabulary_holds(tokenizer: str, num_tokens: int, *, vocab: int) -> Iterator[Fault]:
+    """The vocabulary of a model has an id for each token of a tokenizer."""
+    if num_tokens > vocab:
+        need = f"at least {num_tokens} for {tokenizer}"
+        what, fix = "is smaller than the tokenizer's", f"--model.vocab {num_tokens}"
+        yield Fault("model.vocab", what, got=str(vocab), need=need, fix=fix)
 
 
 def number_types_fit(precision: PrecisionConfig) -> Iterable[Fault]:
