@@ -20,6 +20,7 @@ from weft.comm.in_flight import (
     GroupWatch,
     MessageCall,
     StreamCall,
+    TorchWork,
     WatchedCall,
 )
 from weft.comm.shared_group import SharedGroup
