@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from weft.comm.backends import GLOO, POLICIES, DeviceGroup, TorchWork, launch_recv, launch_send
+from weft.comm.backends import GLOO, POLICIES, DeviceGroup, launch_recv, launch_send
 from weft.comm.in_flight import (
     BackendCall,
     CheckedStreamCall,
