@@ -196,6 +196,7 @@ ends a process whose call hangs.
 """
 
 
+@dataclass
 class NcclGroups:
     """Makes the communicators of this rank's GPU.
 
@@ -205,12 +206,11 @@ class NcclGroups:
         timeout: of a call.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, timeout: timedelta) -> None:
-        self._process_group = process_group
-        self._device = device
-        self._timeout = timeout
-        self._parent: Any = None
-        self._is_planned = False
+    process_group: Any
+    device: torch.device
+    timeout: timedelta
+    _parent: Any = field(default=None, init=False)
+    _is_planned: bool = field(default=False, init=False)
 
     @contextmanager
     def planned(self) -> Iterator[None]:
@@ -230,13 +230,13 @@ class NcclGroups:
             store: in which its members find each other.
             color: differs between the groups of one partition.
         """
-        options = self._process_group.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout + WATCHDOG_MARGIN
+        options = self.process_group.Options(is_high_priority_stream=True)
+        options._timeout = self.timeout + WATCHDOG_MARGIN
         if self._parent is not None:
             options.split_from = self._parent
             options.split_color = color
-        made = self._process_group(store, index, size, options)
-        made.eager_connect_single_device(self._device)
+        made = self.process_group(store, index, size, options)
+        made.eager_connect_single_device(self.device)
         if self._is_planned and self._parent is None and hasattr(options, "split_from"):
             self._parent = made
         return made
@@ -244,7 +244,7 @@ class NcclGroups:
     def leave_out(self) -> None:
         """Take part in a split of the world without a group of this rank."""
         if self._parent is not None:
-            self._parent.perform_nocolor_split(self._device)
+            self._parent.perform_nocolor_split(self.device)
 
 
 SMALL_BYTES = 1 << 18

@@ -56,8 +56,7 @@ def flatten(x: Tensor) -> Tensor:
     """`x` as one contiguous dimension, without autograd; shares memory with `x` if `x` is
     contiguous.
     """
-    contiguous = x.detach().contiguous()
-    return contiguous.view(-1)
+    return x.detach().contiguous().view(-1)
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -77,9 +76,7 @@ def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The pieces of `x` along `dim`, one after the other in a flat buffer."""
     if dim == 0:
         return flatten(x)
-    pieces = torch.split(x.detach(), list(sizes), dim)
-    flat_pieces = [piece.reshape(-1) for piece in pieces]
-    return torch.cat(flat_pieces)
+    return torch.cat([piece.reshape(-1) for piece in torch.split(x.detach(), list(sizes), dim)])
 
 
 def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
@@ -90,11 +87,8 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
         num_rows = sum(shape[0] for shape in shapes)
         whole_shape = with_length(shapes[0], 0, num_rows)
         return buffer.view(whole_shape)
-    numels = [math.prod(shape) for shape in shapes]
-    flat_pieces = torch.split(buffer, numels)
-    pieces = []
-    for piece, shape in zip(flat_pieces, shapes, strict=True):
-        pieces.append(piece.view(tuple(shape)))
+    flat_pieces = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    pieces = [piece.view(*shape) for piece, shape in zip(flat_pieces, shapes, strict=True)]
     return torch.cat(pieces, dim)
 
 
@@ -366,23 +360,19 @@ def _own_shard(buffer: Tensor, group: Group, what: str) -> Tensor:
     is_flat = buffer.dim() == 1 and buffer.is_contiguous()
     length, remainder = divmod(buffer.numel(), group.degree)
     if not is_flat or remainder:
-        need = f"one contiguous dimension that {group.degree} divides"
-        shape = list(buffer.shape)
-        raise CommError(f"{what} in place over {group.axis} needs {need}, got shape {shape}")
-    start = group.index * length
-    return buffer.detach().narrow(0, start, length)
+        need = (
+            f"one contiguous dimension that {group.degree} divides, got shape {list(buffer.shape)}"
+        )
+        raise CommError(f"{what} in place over {group.axis} needs {need}")
+    return buffer.detach().narrow(0, group.index * length, length)
 
 
 def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: Group) -> Tensor:
     given = list(pieces or ())
-    shapes = [piece.shape for piece in given]
-    expected_shapes = [out.shape] * group.degree
-    if shapes != expected_shapes:
-        shape = list(out.shape)
-        need = f"{group.degree} pieces of shape {shape}"
+    if [piece.shape for piece in given] != [out.shape] * group.degree:
+        need = f"{group.degree} pieces of shape {list(out.shape)}"
         raise CommError(f"scatter over {group.axis}: the root needs {need}")
-    flat_pieces = [piece.detach().reshape(-1) for piece in given]
-    packed = torch.cat(flat_pieces)
+    packed = torch.cat([piece.detach().reshape(-1) for piece in given])
     if packed.dtype != out.dtype:
         raise CommError(f"scatter over {group.axis}: pieces are {packed.dtype}, out is {out.dtype}")
     return packed

@@ -396,15 +396,7 @@ class Comm:
         is_observed = monitor is not None or recorder is not None or clock is not None
         if pending is None or not is_observed:
             return pending
-        return ObservedCall(
-            pending,
-            call,
-            position=position,
-            record=record,
-            monitor=monitor,
-            recorder=recorder,
-            clock=clock,
-        )
+        return ObservedCall(pending, call, position, record, monitor, recorder, clock)
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
         self.on_late(late_ranks(call, missing, waited_s, mesh=self.mesh, rank=self.rank))

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -287,6 +287,7 @@ class DeviceCalls:
             self._calls.popleft()
 
 
+@dataclass(eq=False)
 class GroupWatch:
     """The calls of one group that are under way, and the members that have not joined them.
 
@@ -307,29 +308,21 @@ class GroupWatch:
         failure: why the connections of the group were closed; None while they are open.
     """
 
-    def __init__(
-        self,
-        name: str,
-        presence: PresenceStore,
-        *,
-        timeout_s: float,
-        late_after_s: float,
-        announce_after_s: float,
-    ) -> None:
-        self.name = name
-        self.presence = presence
-        self.timeout_s = timeout_s
-        self.late_after_s = late_after_s
-        self.announce_after_s = announce_after_s
-        self.in_flight: set[WatchedCall] = set()
-        self.waiting: set[WatchedCall] = set()
-        self.on_device = DeviceCalls()
-        self.running: WatchedCall | None = None
-        self.num_started = 0
-        self.is_connected = False
-        self.failure: CommError | None = None
-        self._announce_lock = threading.Lock()
-        self._num_announced = 0
+    name: str
+    presence: PresenceStore
+    _: KW_ONLY
+    timeout_s: float
+    late_after_s: float
+    announce_after_s: float
+    in_flight: set[WatchedCall] = field(default_factory=set, init=False)
+    waiting: set[WatchedCall] = field(default_factory=set, init=False)
+    on_device: DeviceCalls = field(default_factory=DeviceCalls, init=False)
+    running: WatchedCall | None = field(default=None, init=False)
+    num_started: int = field(default=0, init=False)
+    is_connected: bool = field(default=False, init=False)
+    failure: CommError | None = field(default=None, init=False)
+    _announce_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _num_announced: int = field(default=0, init=False)
 
     def check_progress(self, abort: Callable[[int], None]) -> None:
         """Announce this rank if a call has been in flight for a while; report late ranks of calls

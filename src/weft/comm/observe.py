@@ -105,6 +105,7 @@ class WaitClock:
     waited_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class ObservedCall:
     """A pending call whose wait is reported, recorded and timed, by those of the three that are there.
 
@@ -112,41 +113,35 @@ class ObservedCall:
     does around it.
     """
 
-    def __init__(
-        self,
-        pending: PendingCall,
-        call: Call,
-        *,
-        position: int,
-        record: list[Any] | None,
-        monitor: CallMonitor | None,
-        recorder: CallProfiler | None,
-        clock: WaitClock | None,
-    ) -> None:
-        self._pending, self._call, self._position, self._record = pending, call, position, record
-        self._monitor, self._recorder, self._clock = monitor, recorder, clock
+    pending: PendingCall
+    call: Call
+    position: int
+    record: list[Any] | None
+    monitor: CallMonitor | None
+    recorder: CallProfiler | None
+    clock: WaitClock | None
 
     def wait(self) -> None:
         """Block until the call is complete."""
-        monitor, recorder, record = self._monitor, self._recorder, self._record
+        monitor, recorder, record = self.monitor, self.recorder, self.record
         if recorder is not None and record is not None:
             recorder.begin_wait(record)
         start_s = time.perf_counter()
         if monitor is not None:
-            monitor.waiting(self._call, self._position)
+            monitor.waiting(self.call, self.position)
         try:
-            self._pending.wait()
+            self.pending.wait()
         finally:
             if monitor is not None:
                 monitor.finished()
-            if self._clock is not None:
-                self._clock.waited_s += time.perf_counter() - start_s
+            if self.clock is not None:
+                self.clock.waited_s += time.perf_counter() - start_s
             if recorder is not None and record is not None:
                 recorder.end_wait(record)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._pending.is_completed()
+        return self.pending.is_completed()
 
 
 @dataclass(frozen=True, slots=True)
