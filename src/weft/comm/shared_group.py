@@ -34,7 +34,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weft.comm.backends import ACCUMULATED_IN_FLOAT32, SHARED_MEMORY, reduce_in_order
+from weft.comm.backends import SHARED_MEMORY, reduce_into
 from weft.comm.in_flight import BackendCall
 from weft.comm.local_peers import LocalPeers
 from weft.comm.shared_memory import (
@@ -57,14 +57,6 @@ instead of two.
 """
 TEXT_TAG = 1
 
-_REDUCE_TWO: dict[Reduce, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
 
 def steps_of(rounds: Rounds, call: Call) -> Steps:
     """All rounds of a call; they raise MismatchError if its signature was to be compared, and differs."""
@@ -72,21 +64,12 @@ def steps_of(rounds: Rounds, call: Call) -> Steps:
     return _checked(rounds, call, steps) if call.checked else steps
 
 
-def reduce_into(output: Tensor, tensors: Sequence[Tensor], op: Reduce) -> None:
-    """The reduction of `tensors`, first to last, into other memory: the bits of `reduce_in_order`.
-
-    The counters that autograd keeps of changes are left alone, as other backends do.
+def _reduce(output: Tensor, tensors: Sequence[Tensor], op: Reduce) -> None:
+    """As `reduce_into`; the counters that autograd keeps of changes are left alone, as other backends
+    do.
     """
     with torch.inference_mode():
-        if output.dtype in ACCUMULATED_IN_FLOAT32:
-            output.copy_(reduce_in_order(tensors, op))
-            return
-        reduce_two = _REDUCE_TWO[op]
-        reduce_two(tensors[0], tensors[1], out=output)
-        for tensor in tensors[2:]:
-            reduce_two(output, tensor, out=output)
-        if op == "avg":
-            output.div_(len(tensors))
+        reduce_into(output, tensors, op)
 
 
 def _checked(rounds: Rounds, call: Call, steps: Steps) -> Steps:
@@ -113,7 +96,7 @@ def _all_reduce(rounds: Rounds, call: Call) -> Steps:
         memmove(rounds.segment.addresses[half][rounds.index], output.data_ptr(), output.nbytes)
         yield tag
         halves = rounds.segment.views(half, output.dtype, start=0, num_bytes=output.nbytes)
-        reduce_into(output, halves, call.reduce)
+        _reduce(output, halves, call.reduce)
         return
     for number in range(_num_rounds(output.nbytes, capacity)):
         first, last = _piece(output.nbytes, capacity, number)
@@ -142,7 +125,7 @@ def _all_reduce_by_parts(rounds: Rounds, piece: Tensor, op: Reduce, *, tag: int)
     half = rounds.begin()
     if end > start:
         reduced = segment.views(half, piece.dtype, start=0, num_bytes=end - start)
-        reduce_into(reduced[index], parts, op)
+        _reduce(reduced[index], parts, op)
     yield tag + 1
     for member in rounds.everyone:
         begin, end = bounds[member], bounds[member + 1]
@@ -160,7 +143,7 @@ def _reduce_scatter(rounds: Rounds, call: Call) -> Steps:
         if last > first:
             start, num_bytes = _part_at(rounds, rounds.index), last - first
             parts = rounds.segment.views(half, output.dtype, start=start, num_bytes=num_bytes)
-            reduce_into(output[first // item : last // item], parts, call.reduce)
+            _reduce(output[first // item : last // item], parts, call.reduce)
 
 
 def _all_to_all(rounds: Rounds, call: Call) -> Steps:
