@@ -1,7 +1,9 @@
-"""Rules of single values of the right type: texts without an encoding, a rate in place of a share, optimizers and options."""
+"""Rules of single values of the right type: texts, paths, rates, meshes, sizes, optimizers with their options."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,8 +12,10 @@ from pydantic import ValidationError
 
 from weft.config.keys import Flat, faults_of, keys_of
 from weft.config.optimizers import OPTIONS, SYNONYMS, is_user_class
-from weft.config.schema import OptimConfig, OptimGroup
-from weft.errors import Fault, did_you_mean
+from weft.config.run_files import NAMES
+from weft.config.schema import ModelSection, OptimConfig, OptimGroup
+from weft.core.mesh import Mesh
+from weft.errors import Fault, MeshError, did_you_mean
 
 MIN_LR = "optim.min_lr"
 MIN_SHARE = 0.001
@@ -19,6 +23,13 @@ MIN_SHARE = 0.001
 
 USUAL_SHARE = 0.01
 """Smaller shares are seldom meant."""
+MAX_RANKS = 2**20
+MAX_COUNTS = {"layers": 10_000, "first_k_dense": 10_000, "mtp_depth": 64, "experts": 2**16}
+"""Largest numbers of parts of a model, each of which is planned on its own."""
+MAX_SIZE = 2**31
+"""Largest value of any other whole number of a model."""
+WINDOWS_PATH = re.compile(r"[A-Za-z]:\\")
+STEPS, EPOCHS = "steps", "epochs"
 
 
 def undecodable(asked: Mapping[str, Any]) -> Iterator[Fault]:
@@ -32,6 +43,23 @@ def undecodable(asked: Mapping[str, Any]) -> Iterator[Fault]:
                 need="UTF-8",
                 fix="choose a name of plain letters, or export LANG=C.UTF-8",
             )
+
+
+def unexpanded(values: Mapping[str, object]) -> Iterator[Fault]:
+    """Paths with a variable that no shell has expanded, and paths of Windows.
+
+    Args:
+        values: dotted keys that were given.
+    """
+    for key in (*NAMES, "out", "resume"):
+        value = values.get(key)
+        if not isinstance(value, str) or os.path.exists(value):
+            continue
+        if "$" in value and (expanded := os.path.expandvars(value)) != value:
+            yield Fault(key, "holds a variable", got=repr(value), fix=f"--{key} {expanded}")
+        elif WINDOWS_PATH.match(value):
+            fix = f"a path of this machine, such as --{key} {value[3:].replace(chr(92), '/')}"
+            yield Fault(key, "is a path of Windows", got=repr(value), fix=fix)
 
 
 def rate_faults(asked: Flat) -> Iterator[Fault]:
@@ -120,6 +148,42 @@ def _hidden_groups(groups: tuple[OptimGroup, ...]) -> Iterator[Fault]:
                 fix="join them, or remove one",
             )
         seen.append(group.match)
+
+
+def length_is_said_once(*layers: Flat) -> Iterator[Fault]:
+    """The length of a run is said in steps or in epochs; of file and flags, the flags say it."""
+    for layer in layers:
+        if {STEPS, EPOCHS} <= layer.keys():
+            got = f"steps {layer[STEPS]} and epochs {layer[EPOCHS]}"
+            what, fix = "says the length of the run, and so does steps", "one of the two"
+            yield Fault(EPOCHS, what, got=got, fix=fix)
+
+
+def mesh_can_be_read(text: str) -> Iterator[Fault]:
+    """The text of a mesh says axes with degrees, and not too many ranks."""
+    try:
+        size = Mesh.parse(text).size
+    except MeshError as error:
+        yield from error.faults
+        return
+    if size > MAX_RANKS:
+        got, need = f"{size} ranks", f"at most {MAX_RANKS}"
+        yield Fault("mesh", "is too large", got=got, need=need, fix="smaller degrees")
+
+
+def sizes_are_possible(model: ModelSection) -> Iterator[Fault]:
+    """Sizes of a model that are absurd, found before anything is allocated."""
+    default = type(model)()
+    for name, value in model.architecture.items():
+        limit = MAX_COUNTS.get(name, MAX_SIZE)
+        if isinstance(value, int) and value > limit:
+            yield Fault(
+                f"model.{name}",
+                "out of range",
+                got=str(value),
+                need=f"at most {limit}",
+                fix=f"for example --model.{name} {getattr(default, name)}",
+            )
 
 
 def _is_surrogate(char: str) -> bool:
