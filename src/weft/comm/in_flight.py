@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from weft.comm.transport import Call, OnLate
-from weft.comm.world_store import PresenceStore
 from weft.core.mesh import rank_list
 from weft.errors import CommError, CommTimeout, first_line
+
+if TYPE_CHECKING:
+    from weft.comm.world_store import PresenceStore  # scripts load it where a process joins a world
 
 COMPLETION_POLL_S = 0.001
 """How long `MessageCall.is_completed` waits for its thread, so that a message that has arrived is

@@ -323,8 +323,8 @@ class ProcessTransport:
 
 class QueueMonitor:
     """The queues of a transport, and a thread that watches them: it announces this rank's calls, and
-    reports late ranks and the call that the device is in. It does not refer to the transport, whose
-    end closes it.
+    reports late ranks and the call that the device is in. `weakref.finalize` closes it with the
+    transport, so it is an object of its own.
 
     Attributes:
         queues: the queue of each group and pair.
