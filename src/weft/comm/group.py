@@ -289,9 +289,8 @@ def planned_groups(
         return ()
     world = PlannedGroup("world", tuple(range(mesh.size)))
     groups = [world]
-    for axes in _axis_tuples(mesh, steps):
-        group = PlannedGroup("+".join(axes), mesh.group(rank, axes))
-        groups.append(group)
+    tuples = _axis_tuples(mesh, steps)
+    groups.extend(PlannedGroup("+".join(axes), mesh.group(rank, axes)) for axes in tuples)
     if steps is not None and steps.separates_reductions:
         reduced = (data_axes(mesh), _axes_without_experts(mesh))
         for axes in _distinct(state_axes(mesh, axes).sharded for axes in reduced):
@@ -329,11 +328,7 @@ def _axes_without_experts(mesh: Mesh) -> tuple[str, ...]:
 
 def _distinct(found: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Axes that are taken together, each combination once; without the empty one."""
-    distinct: list[tuple[str, ...]] = []
-    for axes in found:
-        if axes and axes not in distinct:
-            distinct.append(axes)
-    return distinct
+    return [axes for axes in dict.fromkeys(found) if axes]
 
 
 def _in_mesh_order(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:

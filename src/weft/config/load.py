@@ -121,16 +121,8 @@ def load(argv: Sequence[str], families: Families) -> Run:
     loaded = try_load(argv, families)
     faults = loaded.faults
     if loaded.auto_mesh is not None:
-        faults = (
-            *faults,
-            Fault(
-                "mesh",
-                "is not chosen here",
-                got=AUTO_MESH,
-                need="axes with degrees",
-                fix="name the mesh, for example --mesh dp2",
-            ),
-        )
+        need, fix = "axes with degrees", "name the mesh, for example --mesh dp2"
+        faults += (Fault("mesh", "is not chosen here", got=AUTO_MESH, need=need, fix=fix),)
     if faults:
         raise ConfigError(*faults)
     return loaded.run
@@ -286,29 +278,19 @@ def _trust_named(*layers: Flat) -> None:
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
     """The words with a model file, `my_model.py`, as its flag."""
-    files: list[str] = []
-    other_words: list[str] = []
-    for word in words.loose:
-        if is_file_reference(word):
-            files.append(word)
-        else:
-            other_words.append(word)
+    files = [word for word in words.loose if is_file_reference(word)]
     if not files:
         return words, ()
-    named: list[str] = []
-    other_flags: list[tuple[str, tuple[str, ...]]] = []
-    for name, given in words.flags:
-        if name == NAME:
-            named.append(" ".join(given))
-        else:
-            other_flags.append((name, given))
-    faults: list[Fault] = []
+    named = [" ".join(given) for name, given in words.flags if name == NAME]
+    faults: tuple[Fault, ...] = ()
     if len(files) > 1 or named:
         got = " ".join([*files, *named])
-        faults.append(Fault(NAME, "more than one model", got=got, fix="name one"))
-    model_flag = (NAME, (files[0],))
-    with_flag = flags.Words(loose=tuple(other_words), flags=(model_flag, *other_flags))
-    return with_flag, tuple(faults)
+        faults = (Fault(NAME, "more than one model", got=got, fix="name one"),)
+    with_flag = flags.Words(
+        loose=tuple(word for word in words.loose if word not in files),
+        flags=((NAME, (files[0],)), *(flag for flag in words.flags if flag[0] != NAME)),
+    )
+    return with_flag, faults
 
 
 def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
@@ -396,12 +378,6 @@ def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ..
         return of_run.model_validate(nest(flat), strict=True), ()
     except ValidationError as error:
         faults = tuple(faults_of(error, keys_of(of_run)))
-    wrong: list[str] = []
-    for fault in faults:
-        is_of_model = fault.key.startswith("model")
-        wrong.append("model." if is_of_model else fault.key)
-    valid: Flat = {}
-    for key, value in flat.items():
-        if not key.startswith(tuple(wrong)):
-            valid[key] = value
+    wrong = tuple("model." if fault.key.startswith("model") else fault.key for fault in faults)
+    valid = {key: value for key, value in flat.items() if not key.startswith(wrong)}
     return of_run.model_validate(nest(valid), strict=True), faults

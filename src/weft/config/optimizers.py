@@ -83,19 +83,14 @@ def is_user_class(name: str) -> bool:
 
 def options_of(optim: OptimConfig, name: str) -> ConfigSection:
     """The options of one of weft's optimizers: those of the config, if it is the run's."""
-    if name == optim.name:
-        values = optim.options
-    else:
-        values = {}
+    values = optim.options if name == optim.name else {}
     return OPTIONS[name].model_validate(values, strict=True)
 
 
 def group_of(name: str, groups: tuple[OptimGroup, ...]) -> int | None:
     """Index of the first group whose pattern matches a parameter's name."""
-    for index, group in enumerate(groups):
-        if fnmatchcase(name, group.match):
-            return index
-    return None
+    matching = (index for index, group in enumerate(groups) if fnmatchcase(name, group.match))
+    return next(matching, None)
 
 
 def muon_updates(name: str, ndim: int) -> bool:
@@ -117,9 +112,8 @@ def rule_names(optim: OptimConfig) -> frozenset[str]:
 
 def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which optimizer updates which parameter, of a config as JSON."""
-    groups = []
-    for group in optim.get("groups", ()):
-        optimizer = group.get("optimizer")
-        if optimizer is not None:
-            groups.append((group["match"], optimizer))
-    return {"name": optim.get("name"), "groups": groups}
+    groups = optim.get("groups", ())
+    chosen = [
+        (each["match"], each["optimizer"]) for each in groups if each.get("optimizer") is not None
+    ]
+    return {"name": optim.get("name"), "groups": chosen}

@@ -101,10 +101,7 @@ def layout_request(mesh: Mesh, model: ModelConfig, parallel: ParallelConfig) -> 
     axis_sizes = model.axis_sizes()
     local_sizes: dict[str, int] = {}
     for axis, size in axis_sizes.items():
-        if axis in rule:
-            degree = mesh.degree(rule[axis])
-        else:
-            degree = 1
+        degree = mesh.degree(rule[axis]) if axis in rule else 1
         if size % degree == 0:
             local_sizes[axis] = size // degree
     return LayoutRequest(

@@ -207,13 +207,11 @@ def rank_is_low(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
     if not lora.rank:
         return
     linears = model.linears()
-    smaller_sides: dict[str, int] = {}
-    for name in adapted_linears(lora.targets, linears):
-        smaller_sides[name] = min(linears[name])
-    if not smaller_sides:
+    adapted = adapted_linears(lora.targets, linears)
+    if not adapted:
         return
-    name = min(smaller_sides, key=lambda linear: smaller_sides[linear])
-    limit = smaller_sides[name]
+    name = min(adapted, key=lambda linear: min(linears[linear]))
+    limit = min(linears[name])
     if lora.rank > limit:
         out_features, in_features = linears[name]
         yield Fault(
