@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.live import Live
 from weft.comm.comm import Comm
-from weft.comm.shared_segment import segment_bytes
+from weft.comm.shared_memory import segment_bytes
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, Recompute, canonical_json, make_stages

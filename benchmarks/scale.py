@@ -27,10 +27,9 @@ import psutil
 
 from weft.comm.comm import Comm
 from weft.comm.group import QueueKey
-from weft.comm.meta import MetaTransport
 from weft.comm.signature import TEXT_BYTES
-from weft.comm.store_keys import PresenceStore
-from weft.comm.transport import Call, GroupKey, OnLate
+from weft.comm.transport import Call, GroupKey, MetaTransport, OnLate
+from weft.comm.world_store import PresenceStore
 from weft.config.load import load
 from weft.models import FAMILIES
 from weft.train.build_training import build_training

@@ -17,8 +17,8 @@ from functools import partial
 from torch import nn
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
 from weft.comm.threads import ThreadWorld
+from weft.comm.transport import MetaTransport
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, make_stages
 from weft.models import FAMILIES, PRESETS

@@ -19,7 +19,7 @@ from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
-from weft.start.run_folder import out_faults
+from weft.start.rules.run_folders import out_faults
 
 LIMIT_S = 2.0
 """CPU time of a rejected command."""

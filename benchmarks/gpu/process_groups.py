@@ -1,4 +1,4 @@
-"""NCCL as weft calls it, on a group of one rank: every binding that `comm/backend.py` uses."""
+"""NCCL as weft calls it, on a group of one rank: every binding that `comm/group_queue.py` uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.gpu.report import Row, Settings
 from torch.distributed import HashStore
 
-from weft.comm.planned_groups import PlannedGroup
+from weft.comm.group import PlannedGroup
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.transport import Call
 

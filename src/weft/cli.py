@@ -51,7 +51,7 @@ from weft.start.auto_mesh import choose_before_ranks
 from weft.start.auto_recompute import choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.messages import print_error, print_messages
-from weft.start.preflight import data_checks
+from weft.start.rules.start_checks import data_checks, environment_checks
 from weft.start.train_checked import train_checked
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
@@ -248,7 +248,7 @@ def train(words: Sequence[str]) -> int:
     run = load_checked_run(
         words,
         data_checks,
-        preflight.environment_checks,
+        environment_checks,
         adapt=preflight.after_restart,
         choose_mesh=choose_before_ranks,
         choose_recompute=choose_recompute_before_ranks,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.saver import newest_path
+from weft.config.rules.unused_keys import ranks_are_supervised
 from weft.config.run import Run
-from weft.config.unused_keys import ranks_are_supervised
 from weft.core.transports import PROCESS, THREADS
 from weft.errors import EXIT_OK, Fault, RankError, UserError, WeftError
 from weft.layout.recomputation import KEY as RECOMPUTE
@@ -36,9 +36,9 @@ from weft.start.auto_recompute import choose_recompute, choose_recompute_before_
 from weft.start.checked_run import load_checked_run
 from weft.start.environment import is_joining
 from weft.start.given_values import GivenRun
-from weft.start.preflight import data_checks
 from weft.start.prove_parts import prove_run_parts
 from weft.start.prove_run import proof_data_checks, prove_config, prove_folder
+from weft.start.rules.start_checks import data_checks, environment_checks, optimizer_checks
 from weft.start.run_process import RunProcess, steps_of_process
 from weft.start.train_checked import train_checked
 from weft.train.event_lines import read_run_events, step_history
@@ -219,7 +219,7 @@ def prove(
     run = load_checked_run(
         given.words,
         proof_data_checks,
-        preflight.optimizer_checks,
+        optimizer_checks,
         values=given.all_values,
         choose_mesh=choose_mesh,
         choose_recompute=choose_recompute,
@@ -284,7 +284,7 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     run = load_checked_run(
         given.words,
         data_checks,
-        preflight.environment_checks,
+        environment_checks,
         values=given.all_values,
         adapt=preflight.after_restart if is_rank else None,
         choose_mesh=choose_before_ranks,

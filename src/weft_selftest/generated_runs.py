@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from weft.config.checks import run_checks
 from weft.config.load import try_load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
-from weft.config.validate import config_checks
 from weft.core.dimension import exact_axes
 from weft.models import FAMILIES
 from weft.prove.small_sizes import small_words

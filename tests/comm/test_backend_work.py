@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from weft.comm.backend_work import BackendCall, MessageCall
+from weft.comm.in_flight import BackendCall, MessageCall
 
 
 class LateWork:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.transport import MetaTransport
 from weft.core.mesh import Mesh
 from weft.errors import CommError, MeshError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.transport import MetaTransport
 from weft.core.mesh import Mesh
 from weft.core.transports import thread_transports
 from weft.errors import CommError, CommTimeout, LaunchError, MismatchError

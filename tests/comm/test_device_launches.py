@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from weft.comm import device_groups
-from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
+from weft.comm import backends
+from weft.comm.backends import DeviceGroup, policy_of
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
 from weft.comm.group import Group
-from weft.comm.group_queue import GroupQueue
-from weft.comm.meta import MetaTransport
-from weft.comm.store_keys import PresenceStore
-from weft.comm.transport import Call
+from weft.comm.group_queue import ABORT_TAG, GroupQueue, ProcessGroupBackend
+from weft.comm.in_flight import GroupWatch
+from weft.comm.transport import Call, MetaTransport
+from weft.comm.world_store import PresenceStore
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError
 
@@ -92,27 +92,26 @@ class Recorded:
 @pytest.fixture
 def nccl(monkeypatch):
     """CPU tensors travel as CUDA tensors do."""
-    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
+    monkeypatch.setitem(backends.POLICIES, "cpu", backends.NCCL)
 
 
 def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float = 60.0):
-    def connect(call: Call) -> ProcessGroupBackend:
-        options = {"sum": "options"}
-        return ProcessGroupBackend(
-            lambda device_type: group,
-            {"sum": "sum"},
-            scatter_options=options,
-            deterministic=deterministic,
-        )
-
-    return GroupQueue(
-        "group",
-        connect,
-        presence=PresenceStore(HashStore()),
-        timeout_s=timeout_s,
-        late_after_s=timeout_s,
-        announce_after_s=0.0,
+    presence = PresenceStore(HashStore())
+    watch = GroupWatch(
+        "group", presence, timeout_s=timeout_s, late_after_s=timeout_s, announce_after_s=0.0
     )
+    return GroupQueue(backend_of(group, deterministic=deterministic), watch)
+
+
+def backend_of(group: Recorded, *, deterministic: bool = False) -> ProcessGroupBackend:
+    return ProcessGroupBackend(
+        lambda device_type, call: carrier_of(group, device_type, deterministic=deterministic)
+    )
+
+
+def carrier_of(group: Recorded, device_type: str, *, deterministic: bool = False) -> DeviceGroup:
+    policy = policy_of(device_type, deterministic=deterministic)
+    return DeviceGroup(group, policy, {"sum": "sum"}, {"sum": "options"})
 
 
 def calls_of(axis_group: Group) -> list[Call]:
@@ -254,7 +253,7 @@ def test_a_call_that_blocks_in_its_launch_is_reported_and_aborted():
     queue.check_progress()
     assert may_go_on.is_set()
     thread.join(60)
-    assert isinstance(queue.failure, CommTimeout)
+    assert isinstance(queue.watch.failure, CommTimeout)
 
 
 @pytest.mark.usefixtures("nccl")
@@ -291,14 +290,13 @@ def test_a_cpu_call_on_a_group_of_a_device_connects_in_the_worker():
     may_connect = threading.Event()
     group = Recorded()
 
-    def connect_device_type(device_type: str) -> Recorded:
+    def connect(device_type: str, call: Call) -> DeviceGroup:
         if device_type == "cpu":
             assert may_connect.wait(60)
-        return group
+        return carrier_of(group, device_type)
 
-    backend = ProcessGroupBackend(connect_device_type, {"sum": "sum"})
     queue = make_queue(group)
-    queue._connect = lambda call: backend
+    queue.backend = ProcessGroupBackend(connect)
     queue.connect(calls_of(GROUP)[0], "cuda")
     started = queue.start(calls_of(GROUP)[0], no_report)
     assert not started.is_completed()
@@ -313,9 +311,7 @@ def test_communicators_are_ended_together_once_their_calls_are_complete(hangs, e
     group = Recorded(hangs=hangs)
     calls: list[str] = []
     group.shutdown = lambda: calls.append("shutdown")
-    backend = ProcessGroupBackend(lambda device_type: group, {"sum": "sum"})
     queue = make_queue(group)
-    queue._connect = lambda call: backend
     queue.connect(calls_of(GROUP)[0], "cuda")
     queue.start(calls_of(GROUP)[0], no_report)
     queue.shut_down()

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from weft.comm.algorithms import reduce_in_order, reduce_two_
+from weft.comm.backends import reduce_in_order, reduce_into
 from weft.comm.transport import Reduce
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -21,7 +21,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", get_args(Reduce))
-def test_reduce_two_has_the_bits_of_reduce_in_order_in_both_orders(
+def test_a_reduction_in_place_has_the_bits_of_reduce_in_order_in_both_orders(
     op: Reduce, dtype: torch.dtype
 ) -> None:
     if op == "avg" and not dtype.is_floating_point:
@@ -35,7 +35,7 @@ def test_reduce_two_has_the_bits_of_reduce_in_order_in_both_orders(
     forward = reduce_in_order((first, second), op)
     backward = reduce_in_order((second, first), op)
     total = first.clone()
-    reduce_two_(total, second, op)
+    reduce_into(total, (total, second), op)
 
     assert torch.equal(bits(total), bits(forward))
     assert torch.equal(bits(forward), bits(backward))

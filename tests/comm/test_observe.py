@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
 from weft.comm.observe import Counter, Operation, Traffic
 from weft.comm.signature import NO_SIGNATURE
+from weft.comm.transport import MetaTransport
 from weft.core.mesh import Mesh
 from weft.testing import run_ranks
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from weft.comm.planned_groups import PlannedGroup, StepGroups, planned_groups
+from weft.comm.group import PlannedGroup, StepGroups, planned_groups
 from weft.core.axes import world_partition
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES

@@ -2,8 +2,8 @@
 
 import pytest
 
-from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call
+from weft.comm.world_store import PresenceStore
 from weft.errors import CommTimeout
 
 RANKS = (0, 2, 5)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.comm import store_keys
-from weft.comm.store_keys import agree_on_namespace
+from weft.comm import world_store
+from weft.comm.world_store import agree_on_namespace
 from weft.errors import LaunchError
 
 STRAY_S = 0.3
@@ -99,7 +99,7 @@ def test_every_attempt_in_a_store_gets_another_namespace():
 
 
 def test_a_wait_for_ranks_is_noted_while_it_goes_on(monkeypatch, capsys):
-    monkeypatch.setattr(store_keys, "NOTE_AFTER_S", 0.05)
+    monkeypatch.setattr(world_store, "NOTE_AFTER_S", 0.05)
     store = MemoryStore()
     leader = Joining(store, 0, 3)
     ended_at_s = time.monotonic() + 20
@@ -121,7 +121,7 @@ def test_a_job_with_another_name_in_the_store_changes_nothing():
 
 
 def test_a_stray_of_the_same_name_is_rejected_in_one_line(monkeypatch):
-    monkeypatch.setattr(store_keys, "REPLACED_WAIT_S", STRAY_S)
+    monkeypatch.setattr(world_store, "REPLACED_WAIT_S", STRAY_S)
     store = MemoryStore()
     prefix = joined(store, 2)
     monkeypatch.setattr("os.getpid", lambda: 1)

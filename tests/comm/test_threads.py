@@ -173,9 +173,7 @@ def test_a_late_rank_is_reported_once_and_the_collective_completes_when_it_joins
 
 
 def test_the_first_failing_rank_releases_all_waiting_ranks_at_once(monkeypatch):
-    monkeypatch.setattr(
-        "weft.comm.rendezvous.WAIT_SLICE_S", 30.0
-    )  # no rank wakes by itself meanwhile
+    monkeypatch.setattr("weft.comm.threads.WAIT_SLICE_S", 30.0)  # no rank wakes by itself meanwhile
     released = {}
 
     def fail_on_rank_3(comm):

@@ -14,7 +14,8 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure
 from weft.start import memory_before, memory_bound
 from weft.start.memory_before import check_memory, memory_fault
-from weft.start.memory_bound import local_states, memory_faults
+from weft.start.memory_bound import local_states
+from weft.start.rules.machine import memory_faults
 
 GIB = 2**30
 

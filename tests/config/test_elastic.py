@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.config.elastic import elastic_note, fit_to_ranks, smaller_meshes
 from weft.config.load import load
-from weft.config.validate import config_checks
+from weft.config.rules.config_checks import config_checks
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 

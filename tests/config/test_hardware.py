@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from weft.config.efficiency import Efficiency
-from weft.config.hardware import HardwareTable, find_hardware, hardware_table, world_faults
+from weft.config.hardware import HardwareTable, find_hardware, hardware_table
 from weft.config.load import load
+from weft.config.rules.sections import bandwidths_are_known
 from weft.config.run import hardware_of
 from weft.errors import ConfigError
 from weft.models import FAMILIES
@@ -72,14 +73,14 @@ def test_float32_products_are_in_tf32_where_the_run_asks_for_it() -> None:
 
 def test_a_world_needs_the_bandwidths_between_its_ranks(tmp_path: Path) -> None:
     device = find_hardware(laptop(tmp_path))
-    whats = [fault.what for fault in world_faults(device, 2)]
+    whats = [fault.what for fault in bandwidths_are_known(device, 2)]
     assert whats == [f"{device.name} has no link"]
     link = 'link_gb_s = {value = 1, published = "its label"}\n'
     device = find_hardware(laptop(tmp_path, link + LAPTOP))
-    assert not list(world_faults(device, 2))
-    whats = [fault.what for fault in world_faults(device, 3)]
+    assert not list(bandwidths_are_known(device, 2))
+    whats = [fault.what for fault in bandwidths_are_known(device, 3)]
     assert whats == [f"{device.name} has no network"]
-    assert not list(world_faults(find_hardware("h100"), 16384))
+    assert not list(bandwidths_are_known(find_hardware("h100"), 16384))
 
 
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:
@@ -136,8 +137,8 @@ def test_a_group_on_a_full_mesh_has_the_links_among_its_members() -> None:
 
 def test_nodes_of_one_device_need_no_link_but_a_network() -> None:
     device = replace(find_hardware("h100"), node=1, link_gb_s=0.0)
-    assert not list(world_faults(device, 16))
-    (fault,) = world_faults(replace(device, network_gb_s=0.0), 16)
+    assert not list(bandwidths_are_known(device, 16))
+    (fault,) = bandwidths_are_known(replace(device, network_gb_s=0.0), 16)
     assert "has no network" in fault.what
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.checks import run_checks
 from weft.config.load import load
-from weft.config.validate import config_checks
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.models import FAMILIES
 
 

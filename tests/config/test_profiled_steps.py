@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.config.profiled_steps import MOST_STEPS, profile_faults, profiled_steps
+from weft.config.profiled_steps import MOST_STEPS, profiled_steps
+from weft.config.rules.sections import profile_faults
 from weft.errors import EXIT_USER
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from weft.config.changed_runs import command_of
-from weft.config.checks import run_checks
 from weft.config.load import load, try_load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
 from weft.config.smaller_cases import DEFAULTS
 from weft.config.toml import dump
-from weft.config.validate import config_checks
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.prove.small_sizes import accepts_sizes

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from weft.config import layout_rules
-from weft.config.checks import Check, run_checks
 from weft.config.keys import keys_of
 from weft.config.load import load
+from weft.config.rules import layout
+from weft.config.rules.checks import Check, run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
-from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.errors import Fault
 from weft.models import FAMILIES
@@ -82,7 +82,7 @@ def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, group
     ]
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
     run = read(*words)
-    faults = list(layout_rules.axes_divide(run.device_mesh, run.model))
+    faults = list(layout.axes_divide(run.device_mesh, run.model))
     is_divisible = all(size % degree == 0 for size in (heads, kv_heads, ffn))
     assert bool(faults) != is_divisible
 
@@ -102,7 +102,7 @@ def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size
         f"{size}",
     ]
     run = read(*words)
-    faults = list(layout_rules.batch_divides(run.device_mesh, run.batch))
+    faults = list(layout.batch_divides(run.device_mesh, run.batch))
     assert bool(faults) == bool(size % (ranks * micro))
 
 
@@ -110,9 +110,7 @@ def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size
 def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degree):
     words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
     run = read(*words)
-    faults = list(
-        layout_rules.sequence_divides(run.device_mesh, run.model, run.parallel, seq_len=length)
-    )
+    faults = list(layout.sequence_divides(run.device_mesh, run.model, run.parallel, seq_len=length))
     assert bool(faults) == bool(length % degree)
 
 
@@ -133,7 +131,7 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks
     ]
     run = read(*words, "--pipeline.split", *map(str, counts))
     faults = list(
-        layout_rules.layers_make_stages(
+        layout.layers_make_stages(
             run.device_mesh, run.model, run.pipeline, seq_len=run.data.seq_len
         )
     )
@@ -144,7 +142,7 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks
 @given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
 def test_divisors_are_all_common_ones(numbers):
     expected = {n for n in range(1, 61) if all(number % n == 0 for number in numbers)}
-    assert set(layout_rules.divisors(*numbers)) == expected
+    assert set(layout.divisors(*numbers)) == expected
 
 
 @pytest.mark.parametrize(
@@ -254,6 +252,6 @@ def test_each_rank_of_tp_has_an_entry_of_the_vocabulary(vocab: int, num_faults: 
         f"--model.heads 6 --model.kv_heads 3 --model.ffn 33 --model.dim 24 --model.vocab {vocab}"
     )
     model = load(words.split(), FAMILIES).model
-    faults = list(layout_rules.axis_divides(Mesh.parse("tp3"), model, "tp"))
+    faults = list(layout.axis_divides(Mesh.parse("tp3"), model, "tp"))
     assert len(faults) == num_faults
     assert all("tp3 has more ranks than the model's vocab" in fault.what for fault in faults)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from weft.config import suggestions
-from weft.config.checks import MOST_SHOWN, as_flags, run_checks
 from weft.config.load import load, try_load
-from weft.config.validate import config_checks
+from weft.config.rules import suggestions
+from weft.config.rules.checks import MOST_SHOWN, as_flags, run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.errors import Fault
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES

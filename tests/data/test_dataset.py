@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.config.checks import run_checks
 from weft.config.load import load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.schema import DataConfig
-from weft.config.validate import config_checks
 from weft.data import files, images, tokens
 from weft.data.dataset import open_data
 from weft.data.order import layout_of, permuted, samples_of_step
@@ -24,8 +24,8 @@ from weft.errors import DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
 from weft.models.mnist import config as mnist
-from weft.start.data_checks import source_faults
-from weft.start.preflight import data_checks
+from weft.start.rules.data_sources import source_faults
+from weft.start.rules.start_checks import data_checks
 
 BYTES_MODEL = gpt2.Config()
 IMAGES_MODEL = mnist.Config()

@@ -30,9 +30,8 @@ from tests.device.streams import OrderedOperations, StreamedCall, Streams, cuda_
 from weft.checkpoint.state import write_items
 from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
-from weft.comm.planned_groups import StepGroups, planned_groups
-from weft.comm.transport import Call, OnLate
+from weft.comm.group import StepGroups, planned_groups
+from weft.comm.transport import Call, MetaTransport, OnLate
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh

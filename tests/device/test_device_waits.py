@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
-from weft.comm import device_groups
+from weft.comm import backends
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import planned_groups
+from weft.comm.group import planned_groups
 from weft.core.mesh import Mesh
 from weft.run.hang import ENDED, MAX_INTERVAL_S, Hang, HangDetector
 from weft.run.peer_messages import Answer
@@ -33,7 +33,7 @@ WAIT_S = 20.0
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors travel as CUDA tensors do: a wait for a call returns before the call is complete."""
-    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
+    monkeypatch.setitem(backends.POLICIES, "cpu", backends.NCCL)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(FakeNccl, "world", World(), raising=False)
     monkeypatch.setattr(fake_nccl.Work, "wait", lambda work, timeout=None: True)

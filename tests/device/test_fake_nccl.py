@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
 from tests.one_device import micro_batches
-from weft.comm import device_groups
+from weft.comm import backends
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import StepGroups, planned_groups
+from weft.comm.group import StepGroups, planned_groups
 from weft.config.load import load
 from weft.config.run import plan_of
 from weft.core.mesh import Mesh
@@ -56,7 +56,7 @@ LAYOUTS = [
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
     """CPU tensors travel as CUDA tensors do, by the fake."""
-    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
+    monkeypatch.setitem(backends.POLICIES, "cpu", backends.NCCL)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(FakeNccl, "world", World(), raising=False)
 

@@ -30,7 +30,7 @@ def functions_of_all_reduce(comm):
 
 
 @pytest.mark.parametrize(
-    ("transport", "max_calls", "max_files"), [("gloo", 25, 6), ("shared_memory", 38, 10)]
+    ("transport", "max_calls", "max_files"), [("gloo", 25, 6), ("shared_memory", 37, 8)]
 )
 def test_one_all_reduce_passes_few_functions_and_files(
     monkeypatch, transport, max_calls, max_files

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.host_meeting import MAX_MEMBERS
-from weft.comm.local_peers import LocalPeers
+from weft.comm.local_peers import MAX_MEMBERS, LocalPeers
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.shared_group import SharedGroup, SharedProgress
-from weft.comm.shared_segment import SEGMENT_BYTES, SharedSegment, half_bytes
+from weft.comm.shared_memory import SEGMENT_BYTES, SharedSegment, half_bytes
 from weft.comm.transport import Call
 from weft.errors import CommError, LaunchError, MismatchError
 from weft.testing import run_ranks

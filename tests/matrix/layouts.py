@@ -14,6 +14,7 @@ from tests.one_device import GivenSamples, check_records, micro_batches, one_dev
 from tests.small_models import small_fields
 from weft.comm.comm import Comm
 from weft.config.families import run_type
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
 from weft.config.schema import BatchConfig as BatchSizes
 from weft.config.schema import (
@@ -23,7 +24,6 @@ from weft.config.schema import (
     PipelineConfig,
     PrecisionConfig,
 )
-from weft.config.validate import config_checks
 from weft.core.dimension import sequence_axes
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig

@@ -16,9 +16,9 @@ from tests.matrix.layouts import CLIP, NUM_STEPS, Case
 from tests.matrix.sweep import every_case
 from tests.one_device import TOLERANCE
 from tests.small_models import TEXT_FAMILIES
-from weft.config.checks import run_checks
 from weft.config.load import try_load
-from weft.config.validate import config_checks
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
@@ -216,7 +216,7 @@ def rejections() -> Iterator[str]:
     yield REJECTIONS
     yield ""
     yield "All other layouts run. One example of each error, as `weft train` reports it before any rank starts; each fix was"
-    yield "tried and passes validation (`config/checks.py`)."
+    yield "tried and passes validation (`config/rules/checks.py`)."
     yield ""
     yield "```"
     for words in REJECTED:

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from tests.matrix.layouts import Case, subject_of
 from tests.one_device import PATIENCE_S, check_records, one_device, records_of
-from weft.config.validate import config_checks
+from weft.config.rules.config_checks import config_checks
 from weft.errors import PlanError
 from weft.layout.compilation import NOT_COMPILED
 from weft.models.common.batch import token_batch

@@ -15,7 +15,7 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.config.load import load
-from weft.config.validate import config_checks
+from weft.config.rules.config_checks import config_checks
 from weft.models import FAMILIES
 from weft.testing import run_ranks
 from weft.train.step import TrainStep

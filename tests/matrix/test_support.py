@@ -20,7 +20,7 @@ from tests.matrix.support import (
     rejections,
 )
 from weft.config.load import try_load
-from weft.config.validate import config_checks
+from weft.config.rules.config_checks import config_checks
 from weft.models import FAMILIES
 
 

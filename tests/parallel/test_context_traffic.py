@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tests.attention import attend_across
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
 from weft.comm.observe import Counter, Operation
-from weft.comm.transport import Work
+from weft.comm.transport import MetaTransport, Work
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.models.common import attention_kernels as kernels

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.sampling import sampled
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.transport import MetaTransport
 from weft.config.schema import LoraConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, make_stages

@@ -14,11 +14,11 @@ from tests.checkpoint.saving import save
 from tests.parallel.plain_sites import PlainRun, train_plain
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
-from weft.config.checks import run_checks
+from weft.comm.transport import MetaTransport
 from weft.config.load import try_load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
-from weft.config.validate import config_checks
 from weft.core.axes import Box
 from weft.core.mesh import Mesh
 from weft.data.dataset import open_data

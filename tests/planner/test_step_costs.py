@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
 from weft.comm.observe import Counter as TrafficCounter
+from weft.comm.transport import MetaTransport
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.errors import PlanError

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from weft.comm.store_keys import agree_on_namespace
+from weft.comm.world_store import agree_on_namespace
 from weft.core.mesh import Mesh
 from weft.errors import LaunchError
 from weft.run.launch import launch

@@ -10,7 +10,7 @@ import pytest
 from tests.programs import WEFT, programs
 from weft.cli import main
 from weft.config.load import load
-from weft.config.validate import config_checks
+from weft.config.rules.config_checks import config_checks
 from weft.models import FAMILIES
 from weft_selftest.chaos.chaos_layout import LAYOUTS, ChaosLayout
 from weft_selftest.chaos.chaos_report import (

@@ -30,7 +30,7 @@ def test_torch_distributed_is_imported_by_the_process_transport_alone() -> None:
         if any(f"{name}.".startswith("torch.distributed.") for name in imported_modules(path)):
             users.add(path.relative_to(ROOT).as_posix())
     assert users == {
-        "weft/comm/find_store.py",
+        "weft/comm/world_store.py",
         "weft/comm/process_groups.py",
         "weft/parallel/zero/distributed_checkpoint.py",  # what its checkpoints ask of a tensor
     }

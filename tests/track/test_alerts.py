@@ -20,7 +20,8 @@ import pytest
 from tests.tiny_run import TINY, write_text
 from weft.cli import main
 from weft.code.trust import is_text_trusted
-from weft.config.alert_keys import expanded, secret_faults
+from weft.config.alert_keys import expanded
+from weft.config.rules.sections import secret_faults
 from weft.config.schema import AlertConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from weft.track import alert_process

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.config.checks import run_checks
 from weft.config.load import load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
-from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.models import FAMILIES
 from weft.prove.proof import prove

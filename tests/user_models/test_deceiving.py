@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.user_models.deceiving import LARGE, MODELS, SOUND
-from weft.config.checks import run_checks
 from weft.config.load import load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import plan_of
-from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.models import FAMILIES
 from weft.train.model_checks import check_user_model

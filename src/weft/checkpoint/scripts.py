@@ -35,8 +35,7 @@ from weft.checkpoint.state import MODEL, OPTIMIZER, ParamState, digests_of_state
 from weft.checkpoint.transfer import collect, ranks_without_folder
 from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import WriteItem, dtype_name
-from weft.comm.comm import Comm
-from weft.comm.default_comm import script_comm
+from weft.comm.comm import Comm, script_comm
 from weft.comm.text import all_gather_text, raise_on_all_ranks
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault

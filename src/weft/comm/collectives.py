@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,21 +11,97 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm import flat_buffers
 from weft.comm.group import Group
 from weft.comm.signature import signature_text
 from weft.comm.transport import Call, Op, Reduce
 from weft.errors import CommError
+
+
+def split_sizes(
+    length: int, num_pieces: int, sizes: Sequence[int] | None, *, what: str
+) -> tuple[int, ...]:
+    """`sizes`, checked to split `length` into `num_pieces`; None splits into equal pieces.
+
+    Raises:
+        CommError: they do not; the message begins with `what`, which names the operation, the axis
+            and the dimension.
+    """
+    if sizes is None:
+        piece_length, remainder = divmod(length, num_pieces)
+        if remainder:
+            raise CommError(
+                f"{what} has {length} entries, not divisible by {num_pieces}; pass sizes"
+            )
+        return (piece_length,) * num_pieces
+    total = sum(sizes)
+    if total != length:
+        raise CommError(f"{what} has {length} entries, sizes {list(sizes)} add up to {total}")
+    return member_sizes(sizes, num_pieces, what=what)
+
+
+def member_sizes(sizes: Sequence[int], num_members: int, *, what: str) -> tuple[int, ...]:
+    """`sizes`, checked to hold one length >= 0 for each of `num_members`.
+
+    Raises:
+        CommError: they do not.
+    """
+    is_one_per_member = len(sizes) == num_members
+    if not is_one_per_member or min(sizes) < 0:
+        need = f"{num_members} lengths, one per member, none negative"
+        raise CommError(f"{what}: sizes {list(sizes)} must be {need}")
+    return tuple(sizes)
+
+
+def flatten(x: Tensor) -> Tensor:
+    """`x` as one contiguous dimension, without autograd; shares memory with `x` if `x` is
+    contiguous.
+    """
+    return x.detach().contiguous().view(-1)
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with the length of dimension `dim` replaced."""
+    lengths = list(shape)
+    lengths[dim] = length
+    return tuple(lengths)
+
+
+def piece_numels(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Number of elements of each piece when `shape` is split along `dim` into `sizes`."""
+    numel_per_entry = math.prod(with_length(shape, dim, 1))
+    return tuple(size * numel_per_entry for size in sizes)
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The pieces of `x` along `dim`, one after the other in a flat buffer."""
+    if dim == 0:
+        return flatten(x)
+    return torch.cat([piece.reshape(-1) for piece in torch.split(x.detach(), list(sizes), dim)])
+
+
+def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
+    """Inverse of `pack`: pieces of `shapes`, one after the other in `buffer`, concatenated along
+    `dim`.
+    """
+    if dim == 0:
+        num_rows = sum(shape[0] for shape in shapes)
+        whole_shape = with_length(shapes[0], 0, num_rows)
+        return buffer.view(whole_shape)
+    flat_pieces = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    pieces = [piece.view(*shape) for piece, shape in zip(flat_pieces, shapes, strict=True)]
+    return torch.cat(pieces, dim)
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredOp(Generic[T]):
-    """A call, or None if the group has one member, and `finish`, which makes the result once the
-    call is complete.
+    """A call of a group, or of none if it is a message; `finish` makes the result once the call is
+    complete. In a group of one member there is no call.
     """
 
+    group: Group | None
     call: Call | None
     finish: Callable[[], T]
 
@@ -39,11 +116,11 @@ def all_reduce_(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     if op == "avg":
         _check_average(x)
     if len(group.ranks) == 1:
-        return LoweredOp(None, lambda: x)
+        return LoweredOp(group, None, lambda: x)
     output = x.detach().contiguous().view(-1)
     signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
     call = _call(group, "all_reduce", signature, output=output, reduce=op)
-    return LoweredOp(call, partial(_copy_back, x, output))
+    return LoweredOp(group, call, partial(_copy_back, x, output))
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
@@ -54,31 +131,31 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     if sizes is None:
         lengths = (own_length,) * group.degree
     else:
-        lengths = flat_buffers.member_sizes(sizes, group.degree, what=what)
+        lengths = member_sizes(sizes, group.degree, what=what)
     if lengths[group.index] != own_length:
         raise CommError(f"{what} has length {own_length} here, `sizes` say {lengths[group.index]}")
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
-    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+        return LoweredOp(group, None, x.detach().clone)
+    numels = piece_numels(x.shape, dim, lengths)
     output = x.new_empty(sum(numels))
     call = _call(
         group,
         "all_gather",
         signature_text(f"all_gather(dim {dim})", x.dtype, x.shape, variable_dim=dim),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
         input_split_sizes=(x.numel(),) * group.degree,
         output_split_sizes=numels,
     )
-    shapes = [flat_buffers.with_length(x.shape, dim, length) for length in lengths]
-    return LoweredOp(call, lambda: flat_buffers.unpack(output, shapes, dim))
+    shapes = [with_length(x.shape, dim, length) for length in lengths]
+    return LoweredOp(group, call, lambda: unpack(output, shapes, dim))
 
 
 def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
     """Equal shards of one flat buffer: each member's own shard is copied to all members, in place."""
     own_shard = _own_shard(buffer, group, "all_gather")
     if group.degree == 1:
-        return LoweredOp(None, lambda: buffer)
+        return LoweredOp(group, None, lambda: buffer)
     sizes = (own_shard.numel(),) * group.degree
     call = _call(
         group,
@@ -89,7 +166,7 @@ def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
         input_split_sizes=sizes,
         output_split_sizes=sizes,
     )
-    return LoweredOp(call, lambda: buffer)
+    return LoweredOp(group, call, lambda: buffer)
 
 
 def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
@@ -100,7 +177,7 @@ def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tenso
         _check_average(buffer)
     own_shard = _own_shard(buffer, group, "reduce_scatter")
     if group.degree == 1:
-        return LoweredOp(None, lambda: own_shard)
+        return LoweredOp(group, None, lambda: own_shard)
     sizes = (own_shard.numel(),) * group.degree
     call = _call(
         group,
@@ -112,7 +189,7 @@ def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tenso
         output_split_sizes=sizes,
         reduce=op,
     )
-    return LoweredOp(call, lambda: own_shard)
+    return LoweredOp(group, call, lambda: own_shard)
 
 
 def reduce_scatter(
@@ -123,25 +200,25 @@ def reduce_scatter(
         _check_average(x)
     dim = _normalized_dim(x, dim)
     what = f"reduce_scatter over {group.axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], group.degree, sizes, what=what)
+    lengths = split_sizes(x.shape[dim], group.degree, sizes, what=what)
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
-    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+        return LoweredOp(group, None, x.detach().clone)
+    numels = piece_numels(x.shape, dim, lengths)
     own_numel = numels[group.index]
     output = x.new_empty(own_numel)
     call = _call(
         group,
         "reduce_scatter",
         signature_text(f"reduce_scatter({op}, dim {dim})", x.dtype, x.shape),
-        input=flat_buffers.pack(x, dim, lengths),
+        input=pack(x, dim, lengths),
         output=output,
         input_split_sizes=numels,
         output_split_sizes=(own_numel,) * group.degree,
         reduce=op,
     )
     own_length = lengths[group.index]
-    shape = flat_buffers.with_length(x.shape, dim, own_length)
-    return LoweredOp(call, lambda: output.view(shape))
+    shape = with_length(x.shape, dim, own_length)
+    return LoweredOp(group, call, lambda: output.view(shape))
 
 
 def all_to_all(
@@ -150,54 +227,50 @@ def all_to_all(
     """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
     _normalized_dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
-    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
+    sent = split_sizes(x.shape[0], group.degree, send_sizes, what=what)
     received = sent
     if recv_sizes is not None:
-        received = flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
+        received = member_sizes(recv_sizes, group.degree, what=what)
     if group.degree == 1:
-        return LoweredOp(None, x.detach().clone)
-    output_numels = flat_buffers.piece_numels(x.shape, 0, received)
+        return LoweredOp(group, None, x.detach().clone)
+    output_numels = piece_numels(x.shape, 0, received)
     output = x.new_empty(sum(output_numels))
     call = _call(
         group,
         "all_to_all",
         signature_text("all_to_all", x.dtype, x.shape, variable_dim=0),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
-        input_split_sizes=flat_buffers.piece_numels(x.shape, 0, sent),
+        input_split_sizes=piece_numels(x.shape, 0, sent),
         output_split_sizes=output_numels,
     )
-    shape = flat_buffers.with_length(x.shape, 0, sum(received))
-    return LoweredOp(call, lambda: output.view(shape))
+    shape = with_length(x.shape, 0, sum(received))
+    return LoweredOp(group, call, lambda: output.view(shape))
 
 
 def broadcast_(x: Tensor, group: Group, root: int) -> LoweredOp[Tensor]:
     """x of member `root`, written into every member's x."""
     group.check_member(root, "root")
     if group.degree == 1:
-        return LoweredOp(None, lambda: x)
-    output = flat_buffers.flatten(x)
+        return LoweredOp(group, None, lambda: x)
+    output = flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
     call = _call(group, "broadcast", signature, output=output, root=root)
-
-    def finish() -> Tensor:
-        return _copy_back(x, output)
-
-    return LoweredOp(call, finish)
+    return LoweredOp(group, call, lambda: _copy_back(x, output))
 
 
 def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
     """Every member's x, at member `root`; None elsewhere."""
     group.check_member(root, "root")
     if group.degree == 1:
-        return LoweredOp(None, lambda: (x.detach().clone(),))
+        return LoweredOp(group, None, lambda: (x.detach().clone(),))
     is_root = group.index == root
     output = x.new_empty(x.numel() * group.degree) if is_root else None
     call = _call(
         group,
         "gather",
         signature_text(f"gather(root {root})", x.dtype, x.shape),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         output=output,
         root=root,
     )
@@ -207,7 +280,7 @@ def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] |
             return None
         return output.view(group.degree, *x.shape).unbind(0)
 
-    return LoweredOp(call, finish)
+    return LoweredOp(group, call, finish)
 
 
 def scatter(
@@ -219,11 +292,11 @@ def scatter(
     packed = _packed_pieces(pieces, out, group) if is_root else None
     if group.degree == 1:
         assert packed is not None, "the only member is the root"
-        return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
-    output = flat_buffers.flatten(out)
+        return LoweredOp(group, None, lambda: out.copy_(packed.view(out.shape)))
+    output = flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
     call = _call(group, "scatter", signature, input=packed, output=output, root=root)
-    return LoweredOp(call, lambda: _copy_back(out, output))
+    return LoweredOp(group, call, lambda: _copy_back(out, output))
 
 
 def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
@@ -235,17 +308,17 @@ def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
         ranks=_pair(source=group.ranks[group.index], destination=group.ranks[to], axis=group.axis),
         index=0,
         signature=signature_text("send", x.dtype, x.shape),
-        input=flat_buffers.flatten(x),
+        input=flatten(x),
         members=group.ranks,
         checked=group.checked,
     )
-    return LoweredOp(call, lambda: x)
+    return LoweredOp(None, call, lambda: x)
 
 
 def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
     """What member `source` sends, written into `out`."""
     group.check_member(source, "receive from")
-    output = flat_buffers.flatten(out)
+    output = flatten(out)
     call = Call(
         op="recv",
         axis=group.axis,
@@ -258,13 +331,13 @@ def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
         members=group.ranks,
         checked=group.checked,
     )
-    return LoweredOp(call, lambda: _copy_back(out, output))
+    return LoweredOp(None, call, lambda: _copy_back(out, output))
 
 
 def barrier(group: Group) -> LoweredOp[None]:
     """Complete when every member has called it."""
     call = None if group.degree == 1 else _call(group, "barrier", "barrier")
-    return LoweredOp(call, lambda: None)
+    return LoweredOp(group, call, lambda: None)
 
 
 def _normalized_dim(x: Tensor, dim: int) -> int:
@@ -287,23 +360,19 @@ def _own_shard(buffer: Tensor, group: Group, what: str) -> Tensor:
     is_flat = buffer.dim() == 1 and buffer.is_contiguous()
     length, remainder = divmod(buffer.numel(), group.degree)
     if not is_flat or remainder:
-        need = f"one contiguous dimension that {group.degree} divides"
-        shape = list(buffer.shape)
-        raise CommError(f"{what} in place over {group.axis} needs {need}, got shape {shape}")
-    start = group.index * length
-    return buffer.detach().narrow(0, start, length)
+        need = (
+            f"one contiguous dimension that {group.degree} divides, got shape {list(buffer.shape)}"
+        )
+        raise CommError(f"{what} in place over {group.axis} needs {need}")
+    return buffer.detach().narrow(0, group.index * length, length)
 
 
 def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: Group) -> Tensor:
     given = list(pieces or ())
-    shapes = [piece.shape for piece in given]
-    expected_shapes = [out.shape] * group.degree
-    if shapes != expected_shapes:
-        shape = list(out.shape)
-        need = f"{group.degree} pieces of shape {shape}"
+    if [piece.shape for piece in given] != [out.shape] * group.degree:
+        need = f"{group.degree} pieces of shape {list(out.shape)}"
         raise CommError(f"scatter over {group.axis}: the root needs {need}")
-    flat_pieces = [piece.detach().reshape(-1) for piece in given]
-    packed = torch.cat(flat_pieces)
+    packed = torch.cat([piece.detach().reshape(-1) for piece in given])
     if packed.dtype != out.dtype:
         raise CommError(f"scatter over {group.axis}: pieces are {packed.dtype}, out is {out.dtype}")
     return packed

@@ -7,20 +7,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from weft.comm import collectives
+from weft.comm.backends import policy_of
 from weft.comm.collectives import LoweredOp
-from weft.comm.device_groups import policy_of
 from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,
     CallProfiler,
     LateRanks,
-    MonitoredCall,
+    ObservedCall,
     Observer,
-    RecordedCall,
-    TimedCall,
     WaitClock,
     failure_note,
     late_ranks,
@@ -41,7 +40,7 @@ from weft.comm.transport import (
     Work,
 )
 from weft.core.axes import world_partition
-from weft.core.mesh import Axis, Mesh
+from weft.core.mesh import Axis, Mesh, axis_names
 from weft.errors import CommError, counted
 
 T = TypeVar("T")
@@ -152,16 +151,14 @@ class Comm:
         return self.start_all_reduce(x, axis, op=op).wait()
 
     def start_all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        group = self._group(axis)
-        return self._start(collectives.all_reduce(x, group, op), group)
+        return self._start(collectives.all_reduce(x, self._group(axis), op))
 
     def all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, written into x."""
         return self.start_all_reduce_(x, axis, op=op).wait()
 
     def start_all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        group = self._group(axis)
-        return self._start(collectives.all_reduce_(x, group, op), group)
+        return self._start(collectives.all_reduce_(x, self._group(axis), op))
 
     def all_gather(
         self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None
@@ -174,8 +171,7 @@ class Comm:
     def start_all_gather(
         self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Work:
-        group = self._group(axis)
-        return self._start(collectives.all_gather(x, group, dim, sizes), group)
+        return self._start(collectives.all_gather(x, self._group(axis), dim, sizes))
 
     def all_gather_(self, buffer: Tensor, axis: Axis) -> Tensor:
         """`buffer` is flat, one equal shard per member: every other member's shard is written into
@@ -184,8 +180,7 @@ class Comm:
         return self.start_all_gather_(buffer, axis).wait()
 
     def start_all_gather_(self, buffer: Tensor, axis: Axis) -> Work:
-        group = self._group(axis)
-        return self._start(collectives.all_gather_(buffer, group), group)
+        return self._start(collectives.all_gather_(buffer, self._group(axis)))
 
     def reduce_scatter(
         self,
@@ -212,7 +207,7 @@ class Comm:
         communicator: Communicator = "group",
     ) -> Work:
         group = self._group(axis, communicator)
-        return self._start(collectives.reduce_scatter(x, group, dim, op, sizes), group)
+        return self._start(collectives.reduce_scatter(x, group, dim, op, sizes))
 
     def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """`buffer` is flat, one equal shard per member: the reduction of all buffers is written
@@ -223,8 +218,7 @@ class Comm:
         return self.start_reduce_scatter_(buffer, axis, op=op).wait()
 
     def start_reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        group = self._group(axis)
-        return self._start(collectives.reduce_scatter_(buffer, group, op), group)
+        return self._start(collectives.reduce_scatter_(buffer, self._group(axis), op))
 
     def all_to_all(
         self,
@@ -247,16 +241,14 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Work:
-        group = self._group(axis)
-        return self._start(collectives.all_to_all(x, group, send_sizes, recv_sizes), group)
+        return self._start(collectives.all_to_all(x, self._group(axis), send_sizes, recv_sizes))
 
     def broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
         """x of member `root` (a place along the axis), written into every member's x."""
         return self.start_broadcast_(x, axis, root=root).wait()
 
     def start_broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        group = self._group(axis)
-        return self._start(collectives.broadcast_(x, group, root), group)
+        return self._start(collectives.broadcast_(x, self._group(axis), root))
 
     def gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> tuple[Tensor, ...] | None:
         """Every member's x, in group order, at member `root`; None elsewhere."""
@@ -265,8 +257,7 @@ class Comm:
     def start_gather(
         self, x: Tensor, axis: Axis, *, root: int = 0
     ) -> Work[tuple[Tensor, ...] | None]:
-        group = self._group(axis)
-        return self._start(collectives.gather(x, group, root), group)
+        return self._start(collectives.gather(x, self._group(axis), root))
 
     def scatter(
         self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0
@@ -277,22 +268,21 @@ class Comm:
     def start_scatter(
         self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0
     ) -> Work:
-        group = self._group(axis)
-        return self._start(collectives.scatter(pieces, out, group, root), group)
+        return self._start(collectives.scatter(pieces, out, self._group(axis), root))
 
     def send(self, x: Tensor, axis: Axis, *, to: int) -> None:
         """x to member `to` (a place along the axis); returns when it was received."""
         self.start_send(x, axis, to=to).wait()
 
     def start_send(self, x: Tensor, axis: Axis, *, to: int) -> Work:
-        return self._start(collectives.send(x, self._group(axis), to), None)
+        return self._start(collectives.send(x, self._group(axis), to))
 
     def recv(self, out: Tensor, axis: Axis, *, source: int) -> Tensor:
         """What member `source` sends, written into `out`."""
         return self.start_recv(out, axis, source=source).wait()
 
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
-        return self._start(collectives.recv(out, self._group(axis), source), None)
+        return self._start(collectives.recv(out, self._group(axis), source))
 
     def grouped_messages(self) -> AbstractContextManager[None]:
         """Messages that are started inside the block belong together: none of them waits for another.
@@ -310,8 +300,7 @@ class Comm:
         self.start_barrier(axis).wait()
 
     def start_barrier(self, axis: Axis) -> Work[None]:
-        group = self._group(axis)
-        return self._start(collectives.barrier(group), group)
+        return self._start(collectives.barrier(self._group(axis)))
 
     def all_gather_world(self, rows: Tensor) -> Tensor:
         """The rows of all ranks of the mesh, concatenated along dim 0 in rank order.
@@ -319,7 +308,7 @@ class Comm:
         For small tensors: it goes through several groups, see Note [World stages].
         """
         for group in self._world_groups(self.device.type):
-            rows = self._start(collectives.all_gather(rows, group, 0, None), group).wait()
+            rows = self._start(collectives.all_gather(rows, group, 0, None)).wait()
         return rows
 
     def combine_world(self, row: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
@@ -333,7 +322,7 @@ class Comm:
         """
         for group in self._world_groups(self.device.type):
             gathered = collectives.all_gather(row.unsqueeze(0), group, 0, None)
-            row = combine(self._start(gathered, group).wait())
+            row = combine(self._start(gathered).wait())
         return row
 
     def sum_world(self, row: Tensor) -> Tensor:
@@ -343,7 +332,7 @@ class Comm:
     def barrier_world(self) -> None:
         """Return when every rank of the mesh has called it."""
         for group in self._world_groups("cpu"):
-            self._start(collectives.barrier(group), group).wait()
+            self._start(collectives.barrier(group)).wait()
 
     def _world_groups(self, device_type: str) -> tuple[Group, ...]:
         """The groups through which a small collective of tensors on a device type reaches all ranks,
@@ -371,49 +360,79 @@ class Comm:
             self._groups[key] = group
         return group
 
-    def _start(self, lowered: LoweredOp[T], group: Group | None) -> Work[T]:
-        """Start an operation of a group, or a message, whose group is None."""
-        call = lowered.call
+    def _start(self, lowered: LoweredOp[T]) -> Work[T]:
+        """Start an operation: of a group on its channel, a message on the transport."""
+        group, call, finish = lowered.group, lowered.call, lowered.finish
         if call is None:
-            return Work.done(lowered.finish())
+            return Work.done(finish())
         channel = self.transport if group is None else group.channel
 
         def note() -> str:
             return failure_note(call, self.mesh, self.rank)
 
         if not self.observers:
-            return Work(self._start_call(call, channel), lowered.finish, note)
+            return Work(self._start_call(call, channel), finish, note)
         record = operation(call)
         for observer in self.observers:
             observer.started(record)
         pending = self._start_call(call, channel)
 
-        def finish() -> T:
+        def observed_finish() -> T:
             for observer in self.observers:
                 observer.finished(record)
-            return lowered.finish()
+            return finish()
 
-        return Work(pending, finish, note)
+        return Work(pending, observed_finish, note)
 
     def _start_call(self, call: Call, channel: Channel) -> PendingCall | None:
         """Hand a call to the transport, once the monitor and the recorder have seen it."""
-        recorder = self.recorder
+        monitor, recorder, clock = self.monitor, self.recorder, self.wait_clock
         begin = None if recorder is None else recorder.begin_call(call)
-        if self.monitor is None:
-            pending = channel.start(call, self._report_late)
-        else:
-            position = self.monitor.started(call)
-            if self._has_device_calls:
-                call = replace(call, count=position)
-            pending = channel.start(call, self._report_late)
-            if pending is not None:
-                pending = MonitoredCall(pending, call, monitor=self.monitor, position=position)
-        record = [] if recorder is None else recorder.call_started(call, begin)
-        if pending is None:
-            return None
-        if self.wait_clock is not None:
-            pending = TimedCall(pending, self.wait_clock)
-        return pending if recorder is None else RecordedCall(pending, recorder, record)
+        position = 0 if monitor is None else monitor.started(call)
+        if monitor is not None and self._has_device_calls:
+            call = replace(call, count=position)
+        pending = channel.start(call, self._report_late)
+        record = None if recorder is None else recorder.call_started(call, begin)
+        is_observed = monitor is not None or recorder is not None or clock is not None
+        if pending is None or not is_observed:
+            return pending
+        return ObservedCall(pending, call, position, record, monitor, recorder, clock)
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
         self.on_late(late_ranks(call, missing, waited_s, mesh=self.mesh, rank=self.rank))
+
+
+def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
+    """`comm`, or if it is None the world that the script initialised torch.distributed with, all of
+    it along `axis`.
+
+    Every call with None opens connections of its own; every rank must make the same calls in the
+    same order.
+
+    Raises:
+        LaunchError: `comm` is None, and torch.distributed has not been initialised.
+    """
+    if comm is not None:
+        return comm
+    from weft.comm.group import planned_groups  # late: a comm has its own transport
+    from weft.comm.process_groups import ProcessTransport
+
+    transport = ProcessTransport.adopt(device=device)
+    first_axis = axis_names(axis)[0]
+    mesh = Mesh.parse(f"{first_axis}{transport.size}")
+    if policy_of(device.type).connects_at_start:
+        transport.connect_groups(planned_groups(mesh, transport.rank))
+    return Comm(mesh, transport.rank, transport)
+
+
+def script_comm(axis: Axis) -> Comm:
+    """Over the world that the script initialised torch.distributed with, all of it along `axis`, for
+    tensors on the CPU; without one, of this process alone.
+    """
+    from weft.comm.process_groups import script_world  # late, as above
+
+    if script_world() is None:
+        from weft.comm.threads import ThreadWorld  # late: most scripts have processes
+
+        return Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
+    return comm_or_world(None, axis=axis, device=torch.device("cpu"))

@@ -2,22 +2,217 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 import torch
+from torch import Tensor
 
-from weft.comm.backend import OPERATIONS, ProcessGroupBackend
-from weft.comm.backend_work import BackendCall
-from weft.comm.device_groups import GLOO, POLICIES
-from weft.comm.group import QueueKey
-from weft.comm.group_watch import DeviceCall, GroupWatch, WatchedCall
-from weft.comm.shared_group import SharedGroup, SharedProgress
-from weft.comm.store_keys import PresenceStore
+from weft.comm.backends import GLOO, POLICIES, DeviceGroup, launch_recv, launch_send
+from weft.comm.in_flight import (
+    BackendCall,
+    CheckedStreamCall,
+    DeviceCall,
+    GroupWatch,
+    MessageCall,
+    StreamCall,
+    TorchWork,
+    WatchedCall,
+)
+from weft.comm.shared_group import SharedGroup
+from weft.comm.signature import (
+    check_signatures,
+    decode_signature,
+    digests_agree,
+    encode_signature,
+    signature_digest,
+)
 from weft.comm.transport import Call, OnLate
-from weft.errors import CommError
+from weft.errors import CommError, MismatchError
+
+MAX_RANKS_COMPARED_BY_TEXT = 8
+"""In larger groups, members compare digests of their signatures first."""
+EXCHANGE_TIMEOUT_S = 60.0
+SIGNATURE_TAG, ABORT_TAG = 1, 2
+
+
+class ProcessGroupBackend:
+    """The process groups of one group of ranks, one for each device type, and their calls.
+
+    Args:
+        connect: connects the group for a device type, on behalf of a call: a process group, or the
+            group in shared memory; it may block until all members call it.
+
+    Attributes:
+        connected: device type -> its group, of those that are connected.
+        is_aborted: whether `abort` was called: what calls on devices wrote is not to be used.
+    """
+
+    def __init__(self, connect: Callable[[str, Call], DeviceGroup | SharedGroup]) -> None:
+        self.connected: dict[str, DeviceGroup | SharedGroup] = {}
+        self.is_aborted = False
+        self._connect = connect
+        self._locks: dict[str, threading.Lock] = {}
+
+    def carrier(self, device_type: str, call: Call) -> DeviceGroup | SharedGroup:
+        """What carries tensors on a device type; connected when a call first needs it."""
+        found = self.connected.get(device_type)
+        if found is None:
+            # A lock for each device type: a worker that connects the CPU must not hold up a device.
+            with self._locks.setdefault(device_type, threading.Lock()):
+                found = self.connected.get(device_type) or self._connect(device_type, call)
+                self.connected[device_type] = found
+        return found
+
+    def group(self, device_type: str, call: Call) -> DeviceGroup:
+        """The process group for tensors on a device type."""
+        found = self.carrier(device_type, call)
+        assert isinstance(found, DeviceGroup), "calls in shared memory do not come here"
+        return found
+
+    def launch_messages(self, calls: Sequence[Call]) -> list[BackendCall]:
+        """Launch messages on the group of their axis: see Note [Messages on NCCL].
+
+        A launch has at most one message to and one from each rank.
+        """
+        launched: list[BackendCall] = []
+        for together in _without_repeated_pairs(calls):
+            group = self.group(together[0].device.type, together[0])
+            group.process_group._start_coalescing()
+            for call in together:
+                _add_message(group, call)
+            work = group.process_group._end_coalescing()
+            launched += [StreamCall([work]) for _ in together]
+        return launched
+
+    def launch_checked(self, call: Call, device: torch.device) -> BackendCall:
+        """Hand `call` to the process group of its tensors, after a digest of its signature; waiting
+        raises MismatchError.
+        """
+        own = signature_digest(call)
+        total = own.to(device, copy=True)
+        group = self.group(device.type, call)
+        checking = group.process_group.allreduce([total], group.reduce_ops["sum"])
+        launched = group.launch(call)
+
+        def compare() -> None:
+            total_on_host = total.cpu()
+            if self.is_aborted:
+                raise RuntimeError("aborted while signatures were compared")
+            self._compare_with_total(call, own, total_on_host)
+
+        return CheckedStreamCall(launched, checking, compare)
+
+    def exchange_signatures(self, call: Call) -> BackendCall:
+        """Compare the signature of `call` with those of all members; waiting for it raises
+        MismatchError.
+
+        In larger groups by digests first: see Note [Digests of signatures].
+        """
+        if len(call.ranks) > MAX_RANKS_COMPARED_BY_TEXT:
+            return self._compare_digests(call)
+        return self._exchange_texts(call)
+
+    def _compare_digests(self, call: Call) -> BackendCall:
+        own = signature_digest(call)
+        total = own.clone()
+        group = self.group("cpu", call)
+        work = group.process_group.allreduce([total], group.reduce_ops["sum"])
+
+        def compare() -> None:
+            self._compare_with_total(call, own, total)
+
+        return BackendCall([work], compare)
+
+    def _compare_with_total(self, call: Call, own: Tensor, total: Tensor) -> None:
+        """Raise MismatchError unless the digest of this member agrees with the sum of all.
+
+        Every member sees the same sum, so all of them exchange texts, or none.
+        """
+        if digests_agree(own, total, len(call.ranks)):
+            return
+        texts = self._exchange_texts(call)
+        texts.wait(EXCHANGE_TIMEOUT_S)
+        raise MismatchError(
+            f"over {call.axis}, ranks called different operations, shapes or dtypes; "
+            f"this rank called {call.signature}"
+        )
+
+    def _exchange_texts(self, call: Call) -> BackendCall:
+        size = len(call.ranks)
+        own = encode_signature(call)
+        received = own.new_empty(size, own.numel())
+
+        def compare() -> None:
+            signatures = [decode_signature(row, size) for row in received]
+            check_signatures(call.axis, call.ranks, signatures)
+
+        if not call.is_p2p:
+            work = self.group("cpu", call).send_to_all(own, received.view(-1), size)
+            return BackendCall([work], compare)
+        peer = 1 - call.index
+        received[call.index].copy_(own)
+        gloo = self.group("cpu", call).process_group
+        recv = gloo.recv([received[peer]], peer, SIGNATURE_TAG)
+        send = gloo.send([own], peer, SIGNATURE_TAG)
+        return MessageCall([recv, send], compare)
+
+    def abort(self, index: int) -> None:
+        """Fail what is in flight on devices, and on the CPU: gloo has no such call, but a recv that
+        times out closes all connections.
+        """
+        self.is_aborted = True
+        for device_type, carrier in list(self.connected.items()):
+            if isinstance(carrier, SharedGroup):
+                carrier.abort()
+            elif device_type != "cpu":
+                carrier.process_group.abort()
+        gloo = self.connected.get("cpu")
+        if not isinstance(gloo, DeviceGroup):
+            return
+        peer = 1 if index == 0 else 0
+        buffer = torch.empty(1, dtype=torch.uint8)
+        never_sent = gloo.process_group.recv([buffer], peer, ABORT_TAG)
+        with contextlib.suppress(RuntimeError):
+            never_sent.wait(timedelta(milliseconds=1))
+
+    def shut_down(self) -> None:
+        """End groups of devices whose calls are all complete; those of the CPU end by themselves."""
+        for device_type in list(self.connected):
+            if device_type != "cpu":
+                carrier = self.connected.pop(device_type)
+                assert isinstance(carrier, DeviceGroup), "shared memory is the CPU's"
+                process_group = carrier.process_group
+                end = getattr(process_group, "shutdown", process_group.abort)  # newer than abort
+                end()
+
+
+def _without_repeated_pairs(calls: Sequence[Call]) -> Iterator[list[Call]]:
+    """Consecutive messages, cut before one whose ordered pair of ranks has a message already."""
+    together: list[Call] = []
+    pairs: set[tuple[int, ...]] = set()
+    for call in calls:
+        if call.ranks in pairs:
+            yield together
+            together = []
+            pairs.clear()
+        together.append(call)
+        pairs.add(call.ranks)
+    if together:
+        yield together
+
+
+def _add_message(group: DeviceGroup, call: Call) -> TorchWork:
+    """Start a message on the group of its axis."""
+    sender, receiver = call.ranks
+    if call.op == "send":
+        return launch_send(group, call, to=call.members.index(receiver))
+    return launch_recv(group, call, source=call.members.index(sender))
+
 
 WAIT_SLICE_S = 0.25
 """A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
@@ -34,7 +229,7 @@ CLOSE_WAIT_S = 5.0
 # rounds, which do not wait for others when they are started.
 #
 # Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
-# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/device_groups.py.
+# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/backends.py.
 
 
 class GroupCall(WatchedCall):
@@ -110,30 +305,14 @@ class GroupQueue:
     they were started.
 
     Args:
-        connect: connects the group, for its first call; it may block until all members have joined.
-
-    The others are those of `GroupWatch`.
+        backend: connects the group, and carries its calls; messages on the group of their axis share
+            that of the group.
+        watch: of the calls of the group.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[Call], ProcessGroupBackend],
-        *,
-        presence: PresenceStore,
-        timeout_s: float,
-        late_after_s: float,
-        announce_after_s: float,
-    ) -> None:
-        self.watch = GroupWatch(
-            name,
-            presence,
-            timeout_s=timeout_s,
-            late_after_s=late_after_s,
-            announce_after_s=announce_after_s,
-        )
-        self._connect = connect
-        self._backend: ProcessGroupBackend | None = None
+    def __init__(self, backend: ProcessGroupBackend, watch: GroupWatch) -> None:
+        self.backend = backend
+        self.watch = watch
         self._lock = threading.Lock()
         self._num_queued = 0
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
@@ -150,16 +329,12 @@ class GroupQueue:
             if group_call.policy.launches_from_caller:
                 self._launch_on_device([group_call])
                 return group_call
-            backend = self._backend
-            group = None if backend is None else backend.connected.get(group_call.device_type)
+            group = self.backend.connected.get(group_call.device_type)
             is_compared_before = call.checked and not (group and group.policy.compares_in_call)
             if group is None or is_compared_before or self._num_queued:
                 self._enqueue(group_call)
             else:
-                if isinstance(group, SharedGroup):
-                    group_call.launched = group.launch(call)
-                else:
-                    group_call.launched = OPERATIONS[call.op](group, call)
+                group_call.launched = group.launch(call)
                 watch.in_flight.add(group_call)
             return group_call
 
@@ -175,59 +350,44 @@ class GroupQueue:
         with self._lock:
             self._launch_on_device(group_calls)
 
-    def connect(self, call: Call, device_type: str) -> ProcessGroupBackend:
+    def connect(self, call: Call, device_type: str) -> DeviceGroup | SharedGroup:
         """Connect the group for tensors on a device type; blocks until all members have joined.
 
         Args:
             call: any call of the group, for its members.
         """
-        with self._lock:
-            if self._backend is None:
-                self._connect_for(call, device_type)
-            assert self._backend is not None, "it was connected"
-            return self._backend
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the members have met."""
-        return self.watch.is_connected
+        try:
+            carrier = self.backend.carrier(device_type, call)
+        except RuntimeError as error:
+            what = f"{call.description}: the group cannot be connected: {error}"
+            raise CommError(what) from error
+        self.watch.is_connected = True
+        return carrier
 
     @property
     def carriers(self) -> frozenset[str]:
         """Names of what carries tensors of this group."""
-        connected = {} if self._backend is None else dict(self._backend.connected)
-        return frozenset(carrier.policy.name for carrier in connected.values())
-
-    @property
-    def failure(self) -> CommError | None:
-        """Why the connections of the group were closed; None while they are open."""
-        return self.watch.failure
-
-    @property
-    def oldest_on_device(self) -> DeviceCall | None:
-        """The oldest call that a device has not completed."""
-        return self.watch.on_device.oldest()
+        return frozenset(each.policy.name for each in list(self.backend.connected.values()))
 
     def check_progress(self) -> None:
         """Report what is late, and abort a device whose call is too old: the monitor thread of the
         transport calls it from time to time.
         """
-        self.watch.check_progress(self._abort_backend)
+        self.watch.check_progress(self.backend.abort)
 
     def shut_down(self) -> None:
         """End the communicators of devices, if all calls on them are complete; every member does."""
-        is_unfinished = self.oldest_on_device is not None
-        if self._backend is not None and not is_unfinished and self.failure is None:
-            self._backend.shut_down()
+        is_unfinished = self.watch.on_device.oldest() is not None
+        if not is_unfinished and self.watch.failure is None:
+            self.backend.shut_down()
 
     def abort(self, index: int) -> None:
         """Fail what member `index`, this rank, has started and not waited for; let the worker
         thread end.
         """
-        if self._backend is not None:
-            is_busy = bool(self.watch.in_flight or self._num_queued)
-            if is_busy or any(device_type != "cpu" for device_type in self._backend.connected):
-                self._backend.abort(index)
+        is_busy = bool(self.watch.in_flight or self._num_queued)
+        if is_busy or any(device_type != "cpu" for device_type in self.backend.connected):
+            self.backend.abort(index)
         self._queued.put(None)
 
     def join(self) -> None:
@@ -237,14 +397,10 @@ class GroupQueue:
         if self._worker is not None:
             self._worker.join(CLOSE_WAIT_S)
 
-    def _abort_backend(self, index: int) -> None:
-        if self._backend is not None:
-            self._backend.abort(index)
-
     def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch one call, or messages together."""
         first = group_calls[0]
-        if self.failure is not None:
+        if self.watch.failure is not None:
             raise self.watch.diagnose(first, None)
         device_calls = self.watch.on_device.add(group_calls)
         try:
@@ -263,12 +419,12 @@ class GroupQueue:
 
     def _launched(self, group_calls: Sequence[GroupCall]) -> list[BackendCall]:
         first = group_calls[0]
-        backend = self._connect_for(first.call, first.device_type)  # if it was not in the plan
+        carrier = self.connect(first.call, first.device_type)  # if it was not in the plan
         if first.call.is_p2p:
-            return backend.launch_messages([group_call.call for group_call in group_calls])
+            return self.backend.launch_messages([group_call.call for group_call in group_calls])
         if first.call.checked and first.policy.checks_on_device:
-            return [backend.launch_checked(first.call, first.call.device)]
-        return [backend.launch(first.call, first.device_type)]
+            return [self.backend.launch_checked(first.call, first.call.device)]
+        return [carrier.launch(first.call)]
 
     def _enqueue(self, group_call: GroupCall) -> None:
         group_call.done = threading.Event()
@@ -298,90 +454,9 @@ class GroupQueue:
             done.set()
 
     def _run(self, group_call: GroupCall) -> None:
-        call, device_type = group_call.call, group_call.device_type
-        backend = self._connect_for(call, device_type)
-        if call.checked and not backend.carrier(device_type).policy.compares_in_call:
-            group_call.wait_for_backend(backend.exchange_signatures(call))
-        group_call.launched = backend.launch(call, device_type)
+        call = group_call.call
+        carrier = self.connect(call, group_call.device_type)
+        if call.checked and not carrier.policy.compares_in_call:
+            group_call.wait_for_backend(self.backend.exchange_signatures(call))
+        group_call.launched = carrier.launch(call)
         group_call.wait_for_backend(group_call.launched)
-
-    def _connect_for(self, call: Call, device_type: str) -> ProcessGroupBackend:
-        """The backend, connected for tensors on a device type."""
-        backend = self._backend
-        if backend is not None and device_type in backend.connected:
-            return backend
-        try:
-            backend = backend or self._connect(call)
-            backend.carrier(device_type)
-        except RuntimeError as error:
-            what = f"{call.description}: the group cannot be connected: {error}"
-            raise CommError(what) from error
-        self._backend = backend
-        self.watch.is_connected = True
-        return backend
-
-
-class DeviceReports:
-    """Where the monitor thread of a transport reports the call that the device is in.
-
-    Attributes:
-        report: see `CarriesOnDevice.report_device_calls`; None: nothing is reported.
-    """
-
-    def __init__(self) -> None:
-        self.report: Callable[[Call | None], None] | None = None
-
-    def update(self, queues: Iterable[GroupQueue]) -> None:
-        """Report the oldest call of all groups that the device has not completed."""
-        if self.report is None:
-            return
-        found = [call for queue in queues if (call := queue.oldest_on_device) is not None]
-        oldest = min(found, key=lambda call: call.started_at_s, default=None)
-        self.report(None if oldest is None else oldest.call)
-
-
-def watch_queues(
-    queues: Mapping[QueueKey, GroupQueue],
-    closing: threading.Event,
-    reports: DeviceReports,
-    *,
-    interval_s: float,
-    device: torch.device,
-) -> None:
-    """Monitor thread of a transport: announces this rank's calls and reports late ranks and the call
-    that the device is in, until `closing` is set.
-    """
-    if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
-        torch.cuda.set_device(device)
-    is_store_lost = False
-    while not closing.wait(interval_s):
-        watched = list(queues.values())
-        reports.update(watched)
-        for group_queue in () if is_store_lost else watched:
-            try:
-                group_queue.check_progress()
-            except RuntimeError:
-                is_store_lost = True  # calls report what they wait for when they fail
-                break
-    reports.update(())
-
-
-def close_queues(
-    presence: PresenceStore,
-    queues: dict[QueueKey, GroupQueue],
-    rank: int,
-    *,
-    monitor: threading.Thread,
-    closing: threading.Event,
-    progress: SharedProgress,
-) -> None:
-    presence.is_closed = True
-    closing.set()
-    for (_, ranks), group_queue in queues.items():
-        group_queue.abort(ranks.index(rank))
-    for group_queue in queues.values():
-        group_queue.join()
-    progress.close()
-    if monitor.ident is not None and monitor is not threading.current_thread():
-        monitor.join()
-    queues.clear()

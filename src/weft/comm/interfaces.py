@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
@@ -57,27 +56,23 @@ def listen_address(host: str, port: int) -> str | None:
     return _address_of_interface(_targets_of(host, port))
 
 
-@dataclass(frozen=True)
-class _Target:
-    """An address that a name resolves to."""
-
-    family: int
-    address: tuple[object, ...]
+Target = tuple[int, tuple[object, ...]]
+"""Family and address that a name resolves to."""
 
 
-def _targets_of(host: str, port: int) -> tuple[_Target, ...]:
+def _targets_of(host: str, port: int) -> tuple[Target, ...]:
     """What a name resolves to; nothing where it does not."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
         return ()
-    return tuple(_Target(family, address) for family, _, _, _, address in found)
+    return tuple((family, address) for family, _, _, _, address in found)
 
 
-def _address_of_interface(targets: tuple[_Target, ...]) -> str | None:
+def _address_of_interface(targets: tuple[Target, ...]) -> str | None:
     """The address, no loopback, from which this machine reaches the first of these that it can."""
-    for target in targets:
-        address = _source_address(target.family, target.address)
+    for family, target in targets:
+        address = _source_address(family, target)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             return address
     return None

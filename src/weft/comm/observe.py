@@ -79,30 +79,6 @@ class CallMonitor(Protocol):
     def on_device(self, call: Call | None) -> None: ...
 
 
-class MonitoredCall:
-    """A pending call whose wait is reported to a monitor."""
-
-    def __init__(
-        self, pending: PendingCall, call: Call, *, monitor: CallMonitor, position: int
-    ) -> None:
-        self._pending = pending
-        self._call = call
-        self._monitor = monitor
-        self._position = position
-
-    def wait(self) -> None:
-        """Block until the call is complete."""
-        self._monitor.waiting(self._call, self._position)
-        try:
-            self._pending.wait()
-        finally:
-            self._monitor.finished()
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._pending.is_completed()
-
-
 class CallProfiler(Protocol):
     """Sees when each call of a rank is started and waited for, while a profile is recorded."""
 
@@ -118,29 +94,6 @@ class CallProfiler(Protocol):
     def end_wait(self, record: list[Any]) -> None: ...
 
 
-class RecordedCall:
-    """A pending call whose wait is recorded."""
-
-    __slots__ = ("_pending", "_record", "_recorder")
-
-    def __init__(self, pending: PendingCall, recorder: CallProfiler, record: list[Any]) -> None:
-        self._pending = pending
-        self._recorder = recorder
-        self._record = record
-
-    def wait(self) -> None:
-        """Block until the call is complete."""
-        self._recorder.begin_wait(self._record)
-        try:
-            self._pending.wait()
-        finally:
-            self._recorder.end_wait(self._record)
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._pending.is_completed()
-
-
 @dataclass
 class WaitClock:
     """Time that a rank has spent waiting for calls.
@@ -152,24 +105,43 @@ class WaitClock:
     waited_s: float = 0.0
 
 
-class TimedCall:
-    """A pending call whose wait is added to a clock."""
+@dataclass(slots=True, eq=False)
+class ObservedCall:
+    """A pending call whose wait is reported, recorded and timed, by those of the three that are there.
 
-    def __init__(self, pending: PendingCall, clock: WaitClock) -> None:
-        self._pending = pending
-        self._clock = clock
+    The recorder sees the whole wait. The clock adds up what the transport takes and what the monitor
+    does around it.
+    """
+
+    pending: PendingCall
+    call: Call
+    position: int
+    record: list[Any] | None
+    monitor: CallMonitor | None
+    recorder: CallProfiler | None
+    clock: WaitClock | None
 
     def wait(self) -> None:
         """Block until the call is complete."""
+        monitor, recorder, record = self.monitor, self.recorder, self.record
+        if recorder is not None and record is not None:
+            recorder.begin_wait(record)
         start_s = time.perf_counter()
+        if monitor is not None:
+            monitor.waiting(self.call, self.position)
         try:
-            self._pending.wait()
+            self.pending.wait()
         finally:
-            self._clock.waited_s += time.perf_counter() - start_s
+            if monitor is not None:
+                monitor.finished()
+            if self.clock is not None:
+                self.clock.waited_s += time.perf_counter() - start_s
+            if recorder is not None and record is not None:
+                recorder.end_wait(record)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._pending.is_completed()
+        return self.pending.is_completed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +180,14 @@ def late_ranks(
 ) -> LateRanks:
     """What `rank` reports of a call that it waits for."""
     coordinates = {each: mesh.coord_text(each) for each in (rank, *missing)}
-    return LateRanks(
-        call=call.description,
-        rank=rank,
-        missing=missing,
-        coordinates=coordinates,
-        waited_s=waited_s,
-    )
+    return LateRanks(call.description, rank, missing, coordinates, waited_s)
 
 
 def failure_note(call: Call, mesh: Mesh, rank: int) -> str:
     """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""
-    members = []
-    for member in call.ranks[:MAX_RANKS_IN_NOTE]:
-        coordinates = mesh.coord_text(member)
-        members.append(f"{member} = {coordinates}")
-    own_coordinates = mesh.coord_text(rank)
-    reporter = f"rank {rank} ({own_coordinates}) of mesh {mesh}"
-    listed = ", ".join(members)
-    return f"reported by {reporter}; ranks: {listed}"
+    members = [f"{each} = {mesh.coord_text(each)}" for each in call.ranks[:MAX_RANKS_IN_NOTE]]
+    reporter = f"rank {rank} ({mesh.coord_text(rank)}) of mesh {mesh}"
+    return f"reported by {reporter}; ranks: {', '.join(members)}"
 
 
 def print_late_ranks(late: LateRanks) -> None:
@@ -245,9 +206,9 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            operations=self.operations + other.operations,
-            payload_bytes=self.payload_bytes + other.payload_bytes,
-            sent_bytes=self.sent_bytes + other.sent_bytes,
+            self.operations + other.operations,
+            self.payload_bytes + other.payload_bytes,
+            self.sent_bytes + other.sent_bytes,
         )
 
 

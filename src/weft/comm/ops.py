@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.comm import flat_buffers
+from weft.comm import collectives
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 
@@ -42,28 +42,18 @@ def copy_to_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """Identity; the gradient is all-reduced. For a replicated tensor that sharded layers read."""
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return reduce_from_region(grad, comm, axis)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x, lambda x: x.view_as(x), lambda grad: reduce_from_region(grad, comm, axis)
+    )
 
 
 def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """Sum over the axis; the gradient passes unchanged. For the partial results of sharded layers."""
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_reduce(x, axis)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return copy_to_region(grad, comm, axis)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x, lambda x: comm.all_reduce(x, axis), lambda grad: copy_to_region(grad, comm, axis)
+    )
 
 
 def all_gather(
@@ -76,14 +66,11 @@ def all_gather(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return reduce_scatter(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
+        lambda grad: reduce_scatter(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def reduce_scatter(
@@ -96,14 +83,11 @@ def reduce_scatter(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.reduce_scatter(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return all_gather(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.reduce_scatter(x, axis, dim=dim, sizes=sizes),
+        lambda grad: all_gather(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def scatter_to_region(
@@ -118,7 +102,7 @@ def scatter_to_region(
     if degree == 1:
         return x
     what = f"scatter_to_region over {axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], degree, sizes, what=what)
+    lengths = collectives.split_sizes(x.shape[dim], degree, sizes, what=what)
     index = comm.index(axis)
     start = sum(lengths[:index])
 
@@ -143,14 +127,11 @@ def gather_from_region(
     """
     if comm.degree(axis) == 1:
         return x
-
-    def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
-
-    def adjoint(grad: Tensor) -> Tensor:
-        return scatter_to_region(grad, comm, axis, dim, sizes=sizes)
-
-    return _differentiable(x, forward, adjoint)
+    return _differentiable(
+        x,
+        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
+        lambda grad: scatter_to_region(grad, comm, axis, dim, sizes=sizes),
+    )
 
 
 def all_to_all(
@@ -180,7 +161,7 @@ def all_to_all(
     dim = dim % x.dim()
     join_dim = dim if join_dim is None else join_dim % x.dim()
     what = f"all_to_all over {axis}: dim {dim}"
-    sent = flat_buffers.split_sizes(x.shape[dim], degree, send_sizes, what=what)
+    sent = collectives.split_sizes(x.shape[dim], degree, send_sizes, what=what)
     if recv_sizes is not None:
         received = tuple(recv_sizes)
     elif join_dim == dim:
@@ -210,17 +191,17 @@ class _Split:
 
 
 def _all_to_all_once(x: Tensor, comm: Comm, axis: Axis, *, split: _Split, joined: _Split) -> Tensor:
-    own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
+    own_shape = collectives.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
     received_shapes = [
-        flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes
+        collectives.with_length(own_shape, joined.dim, size) for size in joined.sizes
     ]
     received = comm.all_to_all(
-        flat_buffers.pack(x, split.dim, split.sizes),
+        collectives.pack(x, split.dim, split.sizes),
         axis,
-        send_sizes=flat_buffers.piece_numels(x.shape, split.dim, split.sizes),
+        send_sizes=collectives.piece_numels(x.shape, split.dim, split.sizes),
         recv_sizes=[math.prod(shape) for shape in received_shapes],
     )
-    return flat_buffers.unpack(received, received_shapes, joined.dim)
+    return collectives.unpack(received, received_shapes, joined.dim)
 
 
 class _AdjointPair(torch.autograd.Function):

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,17 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.comm.backend import ProcessGroupBackend
-from weft.comm.device_groups import NcclGroups, TorchProcessGroup
-from weft.comm.find_store import PollingStore, find_store, next_namespace
-from weft.comm.group import QueueKey
-from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
-from weft.comm.host_meeting import Meeting, meet
-from weft.comm.local_peers import LocalPeers
-from weft.comm.planned_groups import PlannedGroup
+from weft.comm.backends import DeviceGroup, NcclGroups, TorchProcessGroup, policy_of
+from weft.comm.group import PlannedGroup, QueueKey
+from weft.comm.group_queue import GroupCall, GroupQueue, ProcessGroupBackend
+from weft.comm.in_flight import GroupWatch
+from weft.comm.local_peers import LocalPeers, Meeting, meet
 from weft.comm.shared_group import SharedGroup, SharedProgress
-from weft.comm.store_keys import PresenceStore, agree_on_namespace
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
+from weft.comm.world_store import (
+    PollingStore,
+    PresenceStore,
+    agree_on_namespace,
+    find_store,
+    next_namespace,
+)
 from weft.errors import CommError, Fault, LaunchError
 
 # Note [Groups without a registry]
@@ -62,14 +64,6 @@ def script_world() -> tuple[int, int] | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_rank(), dist.get_world_size()
-
-
-@dataclass(frozen=True)
-class HeldMessage:
-    """A message that is launched at the end of its block, and the queue of its group."""
-
-    group_queue: GroupQueue
-    group_call: GroupCall
 
 
 class ProcessTransport:
@@ -133,29 +127,12 @@ class ProcessTransport:
             prefix = agree_on_namespace(shared_store, rank, size, job=job, timeout_s=timeout_s)
             self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
-        self._queues: dict[QueueKey, GroupQueue] = {}
-        self._held: list[HeldMessage] | None = None
+        self._held: dict[GroupQueue, list[GroupCall]] | None = None
         self._nccl: NcclGroups | None = None
-        self._closing = threading.Event()
-        self._reports = DeviceReports()
-        self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
-        self._monitor = threading.Thread(
-            target=watch_queues,
-            args=(self._queues, self._closing, self._reports),
-            kwargs={"interval_s": self._monitor_interval_s, "device": self.device},
-            name="weft monitor",
-            daemon=True,
-        )
-        self._finalizer = weakref.finalize(
-            self,
-            close_queues,
-            self._presence,
-            self._queues,
-            rank,
-            monitor=self._monitor,
-            closing=self._closing,
-            progress=self._progress,
-        )
+        interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
+        self._monitor = QueueMonitor(self._presence, rank, self.device, interval_s=interval_s)
+        self._queues = self._monitor.queues
+        self._finalizer = weakref.finalize(self, self._monitor.close, self._progress)
 
     @staticmethod
     def adopt(*, device: str | torch.device = "cpu", timeout_s: float = 600.0) -> ProcessTransport:
@@ -184,7 +161,7 @@ class ProcessTransport:
         if self._held is None or key.kind != "messages of group":
             return group_queue.start(call, on_late)
         group_call = group_queue.hold(call, on_late)
-        self._held.append(HeldMessage(group_queue, group_call))
+        self._held.setdefault(group_queue, []).append(group_call)
         return group_call
 
     def channel(
@@ -203,17 +180,13 @@ class ProcessTransport:
     @contextmanager
     def grouped_messages(self) -> Iterator[None]:
         """Messages on devices that are started inside the block are launched together at its end."""
-        self._held = []
+        self._held = {}
         try:
             yield
             held = self._held
         finally:
             self._held = None
-        by_queue: dict[GroupQueue, list[GroupCall]] = {}
-        for message in held:
-            together = by_queue.setdefault(message.group_queue, [])
-            together.append(message.group_call)
-        for group_queue, group_calls in by_queue.items():
+        for group_queue, group_calls in held.items():
             group_queue.launch_held(group_calls)
 
     def _queue(self, key: QueueKey, call: Call) -> GroupQueue:
@@ -221,7 +194,7 @@ class ProcessTransport:
         if group_queue is None:
             new_queue = self._make_queue(key, call)
             group_queue = self._queues.setdefault(key, new_queue)
-            self._start_monitor()
+            self._monitor.start()
         return group_queue
 
     def connect_groups(self, groups: Sequence[PlannedGroup]) -> None:
@@ -233,7 +206,7 @@ class ProcessTransport:
             for group in groups:
                 group_queue = self._queue_of(group)
                 is_alone = len(group.ranks) == 1 and self.size > 1
-                if is_alone or group_queue.is_connected:
+                if is_alone or group_queue.watch.is_connected:
                     nccl.leave_out()
                 else:
                     group_queue.connect(_call_of(group, self.rank), self.device.type)
@@ -259,7 +232,7 @@ class ProcessTransport:
 
     def report_device_calls(self, report: Callable[[Call | None], None]) -> None:
         """See `CarriesOnDevice`."""
-        self._reports.report = report
+        self._monitor.report = report
 
     @property
     def carriers(self) -> frozenset[str]:
@@ -269,10 +242,8 @@ class ProcessTransport:
     @property
     def failure(self) -> CommError | None:
         """Why a group of this rank was closed early; None while all are open."""
-        for group_queue in list(self._queues.values()):
-            if group_queue.failure is not None:
-                return group_queue.failure
-        return None
+        failures = (group_queue.watch.failure for group_queue in list(self._queues.values()))
+        return next((failure for failure in failures if failure is not None), None)
 
     def close(self, *, is_orderly: bool = False) -> None:
         """Drop all connections; calls that were not waited for are aborted, and other ranks see
@@ -289,37 +260,30 @@ class ProcessTransport:
                 group_queue.shut_down()
         self._finalizer()
 
-    def _start_monitor(self) -> None:
-        if self._monitor.ident is None:
-            self._monitor.start()
-
     def _make_queue(self, key: QueueKey, call: Call) -> GroupQueue:
         name = key.name
 
-        def connect(call: Call) -> ProcessGroupBackend:
-            if key.kind == "messages of group":
-                group = PlannedGroup(call.axis, call.members)
-                example = _call_of(group, self.rank)
-                return self._queue_of(group).connect(example, self.device.type)
-            self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
-            return ProcessGroupBackend(
-                connect_device_type,
-                _REDUCE_OPS,
-                scatter_options=_scatter_options(),
-                deterministic=self.deterministic,
-            )
+        def connect(device_type: str, first: Call) -> DeviceGroup | SharedGroup:
+            if not backend.connected:
+                self._presence.wait_for_members(name, first, timeout_s=self.timeout_s)
+            made = self._connect(f"{name}/{device_type}", device_type, call)
+            if isinstance(made, SharedGroup):
+                return made
+            policy = policy_of(device_type, deterministic=self.deterministic)
+            return DeviceGroup(made, policy, _REDUCE_OPS, _scatter_options())
 
-        def connect_device_type(device_type: str) -> TorchProcessGroup | SharedGroup:
-            return self._connect(f"{name}/{device_type}", device_type, call)
-
-        return GroupQueue(
+        if key.kind == "messages of group":
+            backend = self._queue_of(PlannedGroup(call.axis, call.members)).backend
+        else:
+            backend = ProcessGroupBackend(connect)
+        watch = GroupWatch(
             name,
-            connect,
-            presence=self._presence,
+            self._presence,
             timeout_s=self.timeout_s,
             late_after_s=self.late_after_s,
-            announce_after_s=self._monitor_interval_s,
+            announce_after_s=self._monitor.interval_s,
         )
+        return GroupQueue(backend, watch)
 
     def _connect(
         self, prefix: str, device_type: str, call: Call
@@ -355,6 +319,69 @@ class ProcessTransport:
         if segment is None:
             return None
         return SharedGroup(segment, call.ranks, index=call.index, progress=self._progress)
+
+
+class QueueMonitor:
+    """The queues of a transport, and a thread that watches them: it announces this rank's calls, and
+    reports late ranks and the call that the device is in. `weakref.finalize` closes it with the
+    transport, so it is an object of its own.
+
+    Attributes:
+        queues: the queue of each group and pair.
+        report: see `CarriesOnDevice.report_device_calls`; None: nothing is reported.
+        interval_s: time between two looks.
+    """
+
+    def __init__(
+        self, presence: PresenceStore, rank: int, device: torch.device, *, interval_s: float
+    ) -> None:
+        self.queues: dict[QueueKey, GroupQueue] = {}
+        self.report: Callable[[Call | None], None] | None = None
+        self.interval_s = interval_s
+        self._presence, self._rank, self._device = presence, rank, device
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="weft monitor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, unless it was."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self, progress: SharedProgress) -> None:
+        """End all queues, what is under way in shared memory, and the thread."""
+        self._presence.is_closed = True
+        self._closing.set()
+        for (_, ranks), group_queue in self.queues.items():
+            group_queue.abort(ranks.index(self._rank))
+        for group_queue in self.queues.values():
+            group_queue.join()
+        progress.close()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.queues.clear()
+
+    def _watch(self) -> None:
+        if self._device.type == "cuda":  # else its questions to CUDA would open the first GPU
+            torch.cuda.set_device(self._device)
+        is_store_lost = False
+        while not self._closing.wait(self.interval_s):
+            watched = list(self.queues.values())
+            self._report_device(watched)
+            for group_queue in () if is_store_lost else watched:
+                try:
+                    group_queue.check_progress()
+                except RuntimeError:
+                    is_store_lost = True  # calls report what they wait for when they fail
+                    break
+        self._report_device(())
+
+    def _report_device(self, queues: Sequence[GroupQueue]) -> None:
+        """Report the oldest call of all groups that the device has not completed."""
+        if self.report is None:
+            return
+        found = [call for queue in queues if (call := queue.watch.on_device.oldest()) is not None]
+        oldest = min(found, key=lambda call: call.started_at_s, default=None)
+        self.report(None if oldest is None else oldest.call)
 
 
 def _scatter_options() -> dict[Reduce, Any]:

@@ -207,18 +207,13 @@ def _split_sizes_match(signatures: Sequence[Signature]) -> bool:
 
 
 def _with_split_sizes(signature: Signature) -> str:
-    inputs = signature.input_split_sizes
-    outputs = signature.output_split_sizes
-    return f"{signature.text} input_split_sizes {inputs} output_split_sizes {outputs}"
+    sent, expected = signature.input_split_sizes, signature.output_split_sizes
+    return f"{signature.text} input_split_sizes {sent} output_split_sizes {expected}"
 
 
 def _ranks_by_text(ranks: Sequence[int], texts: Sequence[str]) -> str:
     """`ranks 0 2: all_reduce(sum) float32[4]; rank 1: barrier`."""
     ranks_of_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
-        members = ranks_of_text.setdefault(text, [])
-        members.append(rank)
-    parts = []
-    for text, members in ranks_of_text.items():
-        parts.append(f"{rank_list(members)}: {text}")
-    return "; ".join(parts)
+        ranks_of_text.setdefault(text, []).append(rank)
+    return "; ".join(f"{rank_list(members)}: {text}" for text, members in ranks_of_text.items())

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.errors import CheckpointError, Fault
 
-PADDING = 0xFF
+PADDING = b"\xff"
 """A byte that UTF-8 does not use."""
 
 
@@ -20,26 +20,16 @@ def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     length = _longest(comm, len(encoded))
     if length == 0:
         return ("",) * comm.mesh.size
-    padding = bytes([PADDING])
-    padded = encoded.ljust(length, padding)
-    row = _bytes_as_tensor(comm, padded)
+    row = _bytes_as_tensor(comm, encoded.ljust(length, PADDING))
     rows = comm.all_gather_world(row.unsqueeze(0))
-    texts = []
-    for received in rows.cpu():
-        stripped = bytes(received.tolist()).rstrip(padding)
-        texts.append(stripped.decode())
-    return tuple(texts)
+    return tuple(bytes(received.tolist()).rstrip(PADDING).decode() for received in rows.cpu())
 
 
 def broadcast_text(comm: Comm, text: str) -> str:
     """The text of rank 0 on every rank; every rank must call it."""
-    encoded = b""
-    if comm.rank == 0:
-        encoded = text.encode()
+    encoded = text.encode() if comm.rank == 0 else b""
     length = _longest(comm, len(encoded))
-    zeros = bytes(1)
-    padded = encoded.ljust(length, zeros)
-    row = _bytes_as_tensor(comm, padded)
+    row = _bytes_as_tensor(comm, encoded.ljust(length, b"\0"))  # the largest byte of all ranks
     received = comm.combine_world(row, _largest)
     return bytes(received.tolist()).decode()
 
@@ -74,8 +64,7 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None], *, key: str = "re
         action()
     except CheckpointError as error:
         faults = error.faults
-    local_text = "; ".join(map(str, faults))
-    texts = all_gather_text(comm, local_text)
+    texts = all_gather_text(comm, "; ".join(map(str, faults)))
     if faults:
         raise CheckpointError(*faults)
     for rank, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""The transport contract: a `Call` on flat buffers, a `PendingCall` while it runs; and `Work`, the handle callers hold."""
+"""The transport contract: a `Call` on flat buffers, a `PendingCall` while it runs, `Work` for callers; dry runs of one rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Call:
     """
 
     # Note [Flat calls]
-    # A transport moves contiguous buffers and knows nothing of tensor dimensions: `comm/flat_buffers.py` packs and
+    # A transport moves contiguous buffers and knows nothing of tensor dimensions: `comm/collectives.py` packs and
     # unpacks them.
     #
     #     op              input                     output                     split sizes
@@ -315,3 +315,36 @@ class Work(Generic[T]):
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._pending is None or self._pending.is_completed()
+
+
+class MetaTransport:
+    """Rank `rank` of a world of `size`; the other ranks do not exist.
+
+    Results have the right shapes and dtypes. In-place reductions and broadcasts leave their tensor
+    as it is, all other outputs on real devices are zeros: meaningless, but finite and reproducible.
+    """
+
+    def __init__(self, size: int, rank: int, *, device: str | torch.device = "meta") -> None:
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+
+    def start(self, call: Call, on_late: OnLate) -> None:
+        """Complete `call` at once."""
+        output = call.output
+        is_in_place = call.op in ("all_reduce", "broadcast")
+        if output is None or output.is_meta or is_in_place:
+            return
+        output.zero_()
+
+
+class SharedMetaTransport(MetaTransport):
+    """A `MetaTransport` of a rank that is played after others of its world in one process.
+
+    Args:
+        shared_results: of all these ranks.
+    """
+
+    def __init__(self, size: int, rank: int, *, shared_results: SharedResults) -> None:
+        super().__init__(size, rank)
+        self.shared_results = shared_results

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from weft.commands.console import print_result, show_help, wants_help
-from weft.config.checks import run_checks
 from weft.config.command_options import take_options
 from weft.config.load import load
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
 from weft.config.user_code import canonical_reference, check_reference, is_reference, trust_named
-from weft.config.validate import config_checks
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 from weft.start.checked_run import set_openmp_policy

@@ -16,6 +16,7 @@ from weft.run.world import detect
 from weft.start import environment
 from weft.start.checked_run import set_openmp_policy
 from weft.start.messages import print_messages
+from weft.start.rules import machine
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--system TEXT] [--mesh tp2] [--key value ...]"
 LINE = "a conversation with a trained model, in the terminal or line by line from stdin"
@@ -31,7 +32,7 @@ def _environment_faults(request: ChatRequest) -> Iterator[Fault]:
             got=f"{counted(world.size, 'rank')} started by torchrun or Slurm",
             fix="start it once, and name its ranks by --mesh",
         )
-    yield from environment.device_faults(request.device)
+    yield from machine.device_faults(request.device)
 
 
 def chat(words: Sequence[str]) -> int:

@@ -12,8 +12,9 @@ from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
 from weft.commands.console import check_files, show_help, wants_help
-from weft.config.checks import run_checks
 from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, json_writer, read_options
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
 from weft.config.schema import (
     MAX_COUNT,
@@ -26,7 +27,6 @@ from weft.config.schema import (
     PipelineConfig,
     PrecisionConfig,
 )
-from weft.config.validate import config_checks
 from weft.core.precision import Dtype
 from weft.core.transports import TransportName
 from weft.data.chat_template import FILE as TEMPLATE_FILE
@@ -37,8 +37,9 @@ from weft.generate.model_source import ModelSource, only_model
 from weft.hf.folder_checks import weight_faults
 from weft.start import environment
 from weft.start.checked_run import set_openmp_policy
-from weft.start.data_checks import validation_faults
 from weft.start.messages import print_messages
+from weft.start.rules import machine
+from weft.start.rules.data_sources import validation_faults
 
 USAGE = "RUN | RUN/best | CHECKPOINT | HF-FOLDER [--data SOURCE] [--mesh dp2] [--key value ...]"
 LINE = "loss, perplexity and bits per byte of a stored model on any data, on any layout of ranks"
@@ -202,9 +203,9 @@ def _check(run: Run, source: ModelSource) -> None:
     if ranks:
         faults.extend(
             replace(fault, fix=f"start {ranks}, or choose another mesh")
-            for fault in environment.world_faults(run.device_mesh, None)
+            for fault in machine.world_faults(run.device_mesh, None)
         )
-    faults.extend(environment.device_faults(run.device))
+    faults.extend(machine.device_faults(run.device))
     faults.extend(
         validation_faults(
             run.data, run.model, run.eval, loss=run.loss, global_size=run.batch.global_size

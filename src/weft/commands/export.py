@@ -22,7 +22,7 @@ from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, reject_existing
 from weft.models import FAMILIES
 from weft.start.checked_run import set_openmp_policy
 from weft.start.messages import print_messages
-from weft.start.run_folder import write_problem
+from weft.start.rules.run_folders import write_problem
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
 LINE = "export a checkpoint as a Hugging Face folder: config.json and safetensors"

@@ -16,6 +16,7 @@ from weft.hf.folder_checks import weight_faults
 from weft.start import environment
 from weft.start.checked_run import set_openmp_policy
 from weft.start.messages import print_messages
+from weft.start.rules import machine
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
 LINE = "generate text with a trained model, on any layout of ranks"
@@ -25,9 +26,9 @@ def environment_faults(request: Request) -> Iterator[Fault]:
     """torchrun or Slurm has started another number of ranks than the mesh has; there is no GPU."""
     mesh = request.device_mesh
     ranks = counted(mesh.size, "rank")
-    for fault in environment.world_faults(mesh, None):
+    for fault in machine.world_faults(mesh, None):
         yield replace(fault, fix=f"start {ranks}, or choose another mesh")
-    yield from environment.device_faults(request.device)
+    yield from machine.device_faults(request.device)
 
 
 def check_weights(job: ModelJob) -> None:

@@ -24,8 +24,7 @@ from weft.hf.folder_checks import import_faults
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
 from weft.start.checked_run import set_openmp_policy
-from weft.start.initial_weights import from_hf_faults
-from weft.start.run_folder import write_problem
+from weft.start.rules.run_folders import from_hf_faults, write_problem
 from weft.train.event_log import EVENTS
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from weft.start.auto_mesh import ChosenMesh
 from weft.start.checked_run import load_checked_run
 from weft.start.environment import GPU_FILES
 from weft.start.messages import print_error
-from weft.start.preflight import data_checks
+from weft.start.rules.start_checks import data_checks
 
 NAME = "weft init"
 USAGE = "[FILE.toml] [--key value ...] [--devices N]"

@@ -18,8 +18,8 @@ from weft.checkpoint.resume import AUTO
 from weft.code.trust import TRUST_FLAG
 from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
-from weft.config.checks import CheckTable
 from weft.config.optimizers import is_user_class
+from weft.config.rules.checks import CheckTable
 from weft.config.run import Run
 from weft.config.user_code import is_reference
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
@@ -37,7 +37,8 @@ from weft.launchers.job import (
     text_faults,
 )
 from weft.start.checked_run import load_checked_run
-from weft.start.preflight import data_checks, folder_checks, with_local_folder
+from weft.start.preflight import with_local_folder
+from weft.start.rules.start_checks import data_checks, folder_checks
 from weft.start.run_folder import new_run_folder
 
 USAGE = "ENGINE [CONFIG.toml] [--key value ...] [--nodes N] [--gpus-per-node G] [--dry-run]"

@@ -21,10 +21,10 @@ from weft.prove.rows import Rows
 from weft.start.auto_mesh import choose_mesh
 from weft.start.auto_recompute import choose_recompute
 from weft.start.checked_run import load_checked_run, set_openmp_policy
-from weft.start.preflight import optimizer_checks
 from weft.start.prove_parts import KEY as WHAT
 from weft.start.prove_parts import named_parts, prove_run_parts, take_what
 from weft.start.prove_run import ignore_line, proof_data_checks, prove_config, prove_folder
+from weft.start.rules.start_checks import optimizer_checks
 
 USAGE = (
     "[RUN | CONFIG.toml] [--first 4] [--what PART ...] [--against transformers] [--json] "

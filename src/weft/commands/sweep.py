@@ -44,9 +44,10 @@ from weft.start import preflight
 from weft.start.auto_mesh import choose_before_ranks
 from weft.start.checked_run import load_checked_run, stored_form
 from weft.start.environment import is_joining
-from weft.start.preflight import data_checks, folder_checks, with_local_folder
+from weft.start.preflight import with_local_folder
 from weft.start.report_at_end import EVENTS
-from weft.start.run_folder import RUNS
+from weft.start.rules.run_folders import RUNS
+from weft.start.rules.start_checks import data_checks, environment_checks, folder_checks
 
 NAME = "weft sweep"
 USAGE = "[CONFIG.toml | MODEL.py] --key VALUE VALUE ... [--out FOLDER] [--array slurm] [--json]"
@@ -182,7 +183,7 @@ def _checked_run(point: GridPoint, folder: Path, *, is_array: bool) -> PlannedRu
     if is_array:
         tables, adapt, choose_mesh = (data_checks, folder_checks), with_local_folder, None
     else:
-        tables = (data_checks, preflight.environment_checks)
+        tables = (data_checks, environment_checks)
         adapt, choose_mesh = preflight.after_restart, choose_before_ranks
     run = load_checked_run(words, *tables, adapt=adapt, choose_mesh=choose_mesh)
     if run.save.remote is not None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from weft.config.checks import as_flags
 from weft.config.hf.mapping import Families
 from weft.config.load import load
+from weft.config.rules.checks import as_flags
 from weft.config.run import Run
 from weft.config.schema import SiteConfig
 from weft.core.axes import local_update_axis, without_local_updates
@@ -35,12 +35,8 @@ def with_degree(run: Run, axis: str, degree: int) -> Run:
 
 def _mesh_text(mesh: Mesh, axis: str, degree: int) -> str:
     """The text of a mesh with another degree of an axis; 1 leaves it out."""
-    words = []
-    for name, old in mesh.axes:
-        new = degree if name == axis else old
-        if new > 1:
-            words.append(f"{name}{new}")
-    return " ".join(words)
+    degrees = dict(mesh.axes) | {axis: degree}
+    return " ".join(f"{name}{degrees[name]}" for name, _ in mesh.axes if degrees[name] > 1)
 
 
 def inside_site(run: Run) -> Run:
@@ -60,23 +56,18 @@ def inside_site(run: Run) -> Run:
 
 def in_float64(run: Run) -> Run:
     """The run with float64 in place of its number types."""
-    values = {
-        "precision.params": "float64",
-        "precision.compute": "float64",
-        "precision.reduce": "float64",
-    }
-    return run.with_values(values)
+    keys = ("precision.params", "precision.compute", "precision.reduce")
+    return run.with_values(dict.fromkeys(keys, "float64"))
 
 
 def changes(before: Run, after: Run) -> dict[str, tuple[str, str]]:
     """Keys that differ, with both values."""
     old = _flat(before)
-    found = {}
-    for key, value in _flat(after).items():
-        old_value = old.get(key)
-        if key != "model.preset" and old_value != value:
-            found[key] = (str(old_value), str(value))
-    return found
+    return {
+        key: (str(old.get(key)), str(value))
+        for key, value in _flat(after).items()
+        if key != "model.preset" and old.get(key) != value
+    }
 
 
 def command_of(run: Run, families: Families, *, steps: int) -> str:

@@ -14,8 +14,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from weft.config.layout_rules import divisors
-from weft.config.suggestions import mesh_text
+from weft.config.rules.layout import divisors
+from weft.config.rules.suggestions import mesh_text
 from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis, local_update_axes, plain_data_axes
 from weft.core.mesh import Mesh
@@ -75,10 +75,8 @@ def _cost(mesh: Mesh, chosen: Mapping[str, int]) -> tuple[float, ...]:
     """What is compared, most important first: how much smaller the axes are together, how far the
     data ranks are from the configured ones where they train apart, how much smaller each axis is.
     """
-    shrink: dict[str, float] = {}
-    for axis, configured in mesh.axes:
-        if axis != data_axis() and axis not in local_update_axes():
-            shrink[axis] = configured / chosen[axis]
+    others = (data_axis(), *local_update_axes())
+    shrink = {axis: old / chosen[axis] for axis, old in mesh.axes if axis not in others}
     other_data_ranks = 0.0
     if local_update_axis(mesh) is not None:
         data_ranks = chosen[data_axis()]

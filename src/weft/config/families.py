@@ -130,10 +130,7 @@ def _billions(preset: str) -> float | None:
 
 def _family_of(preset: Any, families: Families) -> str:
     """The family that has this preset."""
-    owners: dict[str, str] = {}
-    for name, family in families.items():
-        for each in family.PRESETS:
-            owners[each] = name
+    owners = {each: name for name, family in families.items() for each in family.PRESETS}
     if preset not in owners:
         near = _nearest_presets(str(preset), owners)
         if near:
@@ -160,10 +157,7 @@ def preset_fields(chosen: ModelChoice, families: Families) -> Flat:
         config = family.PRESETS[chosen.preset]
     else:
         config = family.Config()
-    fields: Flat = {}
-    for name in type(config).model_fields:
-        fields[f"model.{name}"] = getattr(config, name)
-    return fields
+    return {f"model.{name}": getattr(config, name) for name in type(config).model_fields}
 
 
 @cache

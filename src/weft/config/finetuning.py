@@ -53,10 +53,5 @@ def defaults_note(
         "optim.weight_decay": optim.weight_decay,
         "data.seq_len": seq_len,
     }
-    words = []
-    for key, value in defaults.items():
-        if current[key] == value:
-            words.append(f"--{key} {value:g}")
-    if words:
-        return f"fine-tuning defaults: {' '.join(words)}"
-    return None
+    words = [f"--{key} {value:g}" for key, value in defaults.items() if current[key] == value]
+    return f"fine-tuning defaults: {' '.join(words)}" if words else None

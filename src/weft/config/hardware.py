@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -116,7 +116,7 @@ class Hardware:
         hbm_tb_s: memory bandwidth.
         link_gb_s: of one device inside a node, all of its links, one direction; 0: not known.
         link_topology: how they connect the devices.
-        network_gb_s: of one device between nodes, one direction; 0: not known. `world_faults`
+        network_gb_s: of one device between nodes, one direction; 0: not known. `bandwidths_are_known`
             rejects worlds that need what is not known.
         fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
         tf32_tflops: of float32 matrix products in TF32; see `for_matmul`.
@@ -248,55 +248,6 @@ def hardware_of_cuda(cuda_name: str) -> Hardware | None:
         if part in cuda_name:
             return hardware_table()[name]
     return None
-
-
-def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:
-    """A device that is unknown or not valid, or that cannot hold a world of `num_ranks`."""
-    if name is None:
-        return
-    try:
-        hardware = find_hardware(name)
-    except ConfigError as error:
-        yield from error.faults
-    else:
-        yield from world_faults(hardware, num_ranks)
-
-
-def stack_faults(name: str | None, stack: str | None) -> Iterator[Fault]:
-    """A set of constants that the device does not have."""
-    if stack is None:
-        return
-    if name is None:
-        what = "is of a device, and no device is named"
-        yield Fault("stack", what, got=stack, need="hardware", fix="--hardware h100")
-        return
-    try:
-        known = find_hardware(name).stacks
-    except ConfigError:  # `hardware_faults` reports it
-        return
-    if stack not in known:
-        need = ", ".join(known) or f"none: {name} has no sets"
-        fix = did_you_mean(stack, known) if known else "leave stack out"
-        yield Fault("stack", "unknown set of constants", got=repr(stack), need=need, fix=fix)
-
-
-def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
-    """A world that needs a bandwidth which the hardware file does not have."""
-    fix = f"weft bench comm --write {hardware.name}, or a layout of fewer ranks"
-    if num_ranks > 1 and hardware.node > 1 and not hardware.link_gb_s:
-        need = "link_gb_s, the bandwidth between devices of a node"
-        yield Fault(
-            "hardware", f"{hardware.name} has no link", got=f"{num_ranks} ranks", need=need, fix=fix
-        )
-    elif num_ranks > hardware.node and not hardware.network_gb_s:
-        need = f"network_gb_s, the bandwidth between nodes of {hardware.node} devices"
-        yield Fault(
-            "hardware",
-            f"{hardware.name} has no network",
-            got=f"{num_ranks} ranks",
-            need=need,
-            fix=fix,
-        )
 
 
 def read_table(path: str) -> HardwareTable:

@@ -144,16 +144,11 @@ def plain_types(annotation: Any) -> frozenset[type]:
     if origin is Literal:
         return frozenset()
     if origin is None:
-        if isinstance(annotation, type):
-            return frozenset((annotation,))
-        return frozenset()
+        return frozenset((annotation,)) if isinstance(annotation, type) else frozenset()
     arguments = get_args(annotation)
     if origin is Annotated:
         arguments = arguments[:1]
-    found: set[type] = set()
-    for argument in arguments:
-        found.update(plain_types(argument))
-    return frozenset(found)
+    return frozenset[type]().union(*map(plain_types, arguments))
 
 
 def needs_whole_numbers(annotation: Any) -> bool:
@@ -198,10 +193,7 @@ def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
 
 def _constraints(extras: Iterable[Any]) -> list[Any]:
     """Constraints in the extra arguments of `Annotated`, those of pydantic's Field opened."""
-    found: list[Any] = []
-    for extra in extras:
-        found.extend(getattr(extra, "metadata", [extra]))
-    return found
+    return [each for extra in extras for each in getattr(extra, "metadata", [extra])]
 
 
 _TYPE_WORDS = {
@@ -215,12 +207,12 @@ _BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _bounds(metadata: Iterable[Any]) -> list[str]:
-    found: list[str] = []
-    for constraint in metadata:
-        for name, words in _BOUND_WORDS.items():
-            if hasattr(constraint, name):
-                found.append(f"{words} {getattr(constraint, name)}")
-    return found
+    return [
+        f"{words} {getattr(constraint, name)}"
+        for constraint in metadata
+        for name, words in _BOUND_WORDS.items()
+        if hasattr(constraint, name)
+    ]
 
 
 def unknown_key(key: str, known: Iterable[str]) -> Fault:
@@ -342,7 +334,4 @@ def choices(annotation: Any) -> list[str]:
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return list(map(str, arguments))
-    found: list[str] = []
-    for argument in arguments:
-        found.extend(choices(argument))
-    return found
+    return [word for argument in arguments for word in choices(argument)]

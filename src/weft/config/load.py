@@ -30,11 +30,22 @@ from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import ConfigFamily, Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, table_key, unknown_key, whole_number
-from weft.config.optimizers import is_user_class, optimizer_faults
+from weft.config.optimizers import is_user_class
+from weft.config.rules.values import (
+    EPOCHS,
+    STEPS,
+    length_is_said_once,
+    mesh_can_be_read,
+    optimizer_faults,
+    rate_faults,
+    sizes_are_possible,
+    undecodable,
+    unexpanded,
+)
 from weft.config.run import Run
-from weft.config.run_files import DIGEST, is_stored, out_of_stored, unexpanded, with_run_file
+from weft.config.run_files import DIGEST, is_stored, out_of_stored, with_run_file
 from weft.config.schedule_keys import schedule_keys
-from weft.config.schema import ConfigSection, ModelSection
+from weft.config.schema import ConfigSection
 from weft.config.user_code import (
     canonical_reference,
     file_folder,
@@ -42,9 +53,7 @@ from weft.config.user_code import (
     is_reference,
     trust_named,
 )
-from weft.config.value_faults import rate_faults, undecodable
-from weft.core.mesh import Mesh
-from weft.errors import ConfigError, Fault, MeshError
+from weft.errors import ConfigError, Fault
 
 DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits", "arrays": "random"}
 """Kind of model -> data source where none is named."""
@@ -55,15 +64,8 @@ ALERT_KEYS = ("alert.command", "alert.url")
 
 AUTO_MESH = "auto"
 """As `mesh`: a command chooses it for the devices that are there."""
-MAX_RANKS = 2**20
-MAX_COUNTS = {"layers": 10_000, "first_k_dense": 10_000, "mtp_depth": 64, "experts": 2**16}
-"""Largest numbers of parts of a model, each of which is planned on its own."""
-MAX_SIZE = 2**31
-"""Largest value of any other whole number of a model."""
-
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optim.name"
-STEPS, EPOCHS = "steps", "epochs"
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
 
@@ -119,16 +121,8 @@ def load(argv: Sequence[str], families: Families) -> Run:
     loaded = try_load(argv, families)
     faults = loaded.faults
     if loaded.auto_mesh is not None:
-        faults = (
-            *faults,
-            Fault(
-                "mesh",
-                "is not chosen here",
-                got=AUTO_MESH,
-                need="axes with degrees",
-                fix="name the mesh, for example --mesh dp2",
-            ),
-        )
+        need, fix = "axes with degrees", "name the mesh, for example --mesh dp2"
+        faults += (Fault("mesh", "is not chosen here", got=AUTO_MESH, need=need, fix=fix),)
     if faults:
         raise ConfigError(*faults)
     return loaded.run
@@ -185,7 +179,7 @@ def try_load(
     }
     run, invalid = _validate(of_run, merged)
     changed = tuple(_changed_file(sources, families, merged))
-    too_large = tuple(_size_faults(run.model))
+    too_large = tuple(sizes_are_possible(run.model))
     if too_large:
         run = run.with_values({"model": type(run.model)()})
     optimizer = tuple(optimizer_faults(run.optim))
@@ -195,7 +189,7 @@ def try_load(
     if run.mesh == AUTO_MESH:
         auto_mesh = "flag" if "mesh" in named else "file"
         run = run.with_values({"mesh": ""})
-    mesh_faults = _mesh_faults(run.mesh)
+    mesh_faults = tuple(mesh_can_be_read(run.mesh))
     if mesh_faults:
         run = run.with_values({"mesh": ""})
     faults = (
@@ -204,7 +198,7 @@ def try_load(
         *undecodable(asked),
         *unexpanded(asked),
         *contradicting,
-        *_two_lengths(sources.file, named),
+        *length_is_said_once(sources.file, named),
         *rates,
         *schedule.faults,
         *changed,
@@ -284,29 +278,19 @@ def _trust_named(*layers: Flat) -> None:
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
     """The words with a model file, `my_model.py`, as its flag."""
-    files: list[str] = []
-    other_words: list[str] = []
-    for word in words.loose:
-        if is_file_reference(word):
-            files.append(word)
-        else:
-            other_words.append(word)
+    files = [word for word in words.loose if is_file_reference(word)]
     if not files:
         return words, ()
-    named: list[str] = []
-    other_flags: list[tuple[str, tuple[str, ...]]] = []
-    for name, given in words.flags:
-        if name == NAME:
-            named.append(" ".join(given))
-        else:
-            other_flags.append((name, given))
-    faults: list[Fault] = []
+    named = [" ".join(given) for name, given in words.flags if name == NAME]
+    faults: tuple[Fault, ...] = ()
     if len(files) > 1 or named:
         got = " ".join([*files, *named])
-        faults.append(Fault(NAME, "more than one model", got=got, fix="name one"))
-    model_flag = (NAME, (files[0],))
-    with_flag = flags.Words(loose=tuple(other_words), flags=(model_flag, *other_flags))
-    return with_flag, tuple(faults)
+        faults = (Fault(NAME, "more than one model", got=got, fix="name one"),)
+    with_flag = flags.Words(
+        loose=tuple(word for word in words.loose if word not in files),
+        flags=((NAME, (files[0],)), *(flag for flag in words.flags if flag[0] != NAME)),
+    )
+    return with_flag, faults
 
 
 def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
@@ -394,55 +378,6 @@ def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ..
         return of_run.model_validate(nest(flat), strict=True), ()
     except ValidationError as error:
         faults = tuple(faults_of(error, keys_of(of_run)))
-    wrong: list[str] = []
-    for fault in faults:
-        is_of_model = fault.key.startswith("model")
-        wrong.append("model." if is_of_model else fault.key)
-    valid: Flat = {}
-    for key, value in flat.items():
-        if not key.startswith(tuple(wrong)):
-            valid[key] = value
+    wrong = tuple("model." if fault.key.startswith("model") else fault.key for fault in faults)
+    valid = {key: value for key, value in flat.items() if not key.startswith(wrong)}
     return of_run.model_validate(nest(valid), strict=True), faults
-
-
-def _two_lengths(*layers: Flat) -> Iterator[Fault]:
-    """The length of a run is said in steps or in epochs; of file and flags, the flags say it."""
-    for layer in layers:
-        if {STEPS, EPOCHS} <= layer.keys():
-            got = f"steps {layer[STEPS]} and epochs {layer[EPOCHS]}"
-            what, fix = "says the length of the run, and so does steps", "one of the two"
-            yield Fault(EPOCHS, what, got=got, fix=fix)
-
-
-def _mesh_faults(text: str) -> tuple[Fault, ...]:
-    """What is wrong with the text of a mesh by itself."""
-    try:
-        size = Mesh.parse(text).size
-    except MeshError as error:
-        return error.faults
-    if size <= MAX_RANKS:
-        return ()
-    return (
-        Fault(
-            "mesh",
-            "is too large",
-            got=f"{size} ranks",
-            need=f"at most {MAX_RANKS}",
-            fix="smaller degrees",
-        ),
-    )
-
-
-def _size_faults(model: ModelSection) -> Iterator[Fault]:
-    """Sizes of a model that are absurd, found before anything is allocated."""
-    default = type(model)()
-    for name, value in model.architecture.items():
-        limit = MAX_COUNTS.get(name, MAX_SIZE)
-        if isinstance(value, int) and value > limit:
-            yield Fault(
-                f"model.{name}",
-                "out of range",
-                got=str(value),
-                need=f"at most {limit}",
-                fix=f"for example --model.{name} {getattr(default, name)}",
-            )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from weft.config.keys import VALUE_SYNONYMS, faults_of, keys_of
+from weft.config.keys import VALUE_SYNONYMS
 from weft.config.schema import ConfigSection, OptimConfig, OptimGroup, Share
-from weft.errors import Fault, did_you_mean
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -85,82 +83,14 @@ def is_user_class(name: str) -> bool:
 
 def options_of(optim: OptimConfig, name: str) -> ConfigSection:
     """The options of one of weft's optimizers: those of the config, if it is the run's."""
-    if name == optim.name:
-        values = optim.options
-    else:
-        values = {}
+    values = optim.options if name == optim.name else {}
     return OPTIONS[name].model_validate(values, strict=True)
-
-
-def optimizer_faults(optim: OptimConfig) -> Iterator[Fault]:
-    """What is wrong with the optimizer's name, its options and the groups, without its class and
-    the parameters' names.
-    """
-    if not is_user_class(optim.name):
-        yield from _name_faults("optim.name", optim.name)
-        if optim.name in OPTIONS:
-            yield from _option_faults(optim)
-    for group in optim.groups:
-        if group.optimizer is not None and group.optimizer != optim.name:
-            yield from _name_faults("optim.groups", group.optimizer)
-    yield from _hidden_groups(optim.groups)
-
-
-def _name_faults(key: str, name: str) -> Iterator[Fault]:
-    if name in OPTIONS:
-        return
-    fix = did_you_mean(name, OPTIONS)
-    if name in SYNONYMS:
-        fix = f"did you mean {SYNONYMS[name]!r}?"
-    known = ", ".join(OPTIONS)
-    yield Fault(
-        key,
-        "unknown optimizer",
-        got=repr(name),
-        need=f"one of {known}, or package.module:Class",
-        fix=fix,
-    )
-
-
-def _option_faults(optim: OptimConfig) -> Iterator[Fault]:
-    options = OPTIONS[optim.name]
-    known = keys_of(options)
-    for name in optim.options:
-        if name not in known:
-            if known:
-                fix = did_you_mean(name, known)
-            else:
-                fix = f"{optim.name} has no options"
-            yield Fault(f"optim.options.{name}", f"{optim.name} has no such option", fix=fix)
-    values = {name: value for name, value in optim.options.items() if name in known}
-    try:
-        options.model_validate(values, strict=True)
-    except ValidationError as error:
-        for fault in faults_of(error, known):
-            fix = fault.fix.replace("--", "--optim.options.")
-            yield replace(fault, key=f"optim.options.{fault.key}", fix=fix)
-
-
-def _hidden_groups(groups: tuple[OptimGroup, ...]) -> Iterator[Fault]:
-    """Groups whose pattern an earlier group has, so that they apply to nothing."""
-    seen: list[str] = []
-    for group in groups:
-        if group.match in seen:
-            yield Fault(
-                "optim.groups",
-                "two groups have the same pattern, and the first match wins",
-                got=repr(group.match),
-                fix="join them, or remove one",
-            )
-        seen.append(group.match)
 
 
 def group_of(name: str, groups: tuple[OptimGroup, ...]) -> int | None:
     """Index of the first group whose pattern matches a parameter's name."""
-    for index, group in enumerate(groups):
-        if fnmatchcase(name, group.match):
-            return index
-    return None
+    matching = (index for index, group in enumerate(groups) if fnmatchcase(name, group.match))
+    return next(matching, None)
 
 
 def muon_updates(name: str, ndim: int) -> bool:
@@ -174,45 +104,6 @@ def muon_updates(name: str, ndim: int) -> bool:
     return not is_skipped
 
 
-def unread_settings(optim: OptimConfig, *, leaves_rest_to_adamw: bool) -> Iterator[Fault]:
-    """Settings of update rules that are set, and that no optimizer of the run reads.
-
-    Args:
-        leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
-    """
-    used = [optim.name]
-    if leaves_rest_to_adamw:
-        used.append("adamw")
-    for group in optim.groups:
-        if group.optimizer is not None and group.optimizer not in used:
-            used.append(group.optimizer)
-    read: set[str] = set()
-    for name in used:
-        read.update(SETTINGS.get(name, ()))
-    fields = type(optim).model_fields
-    for key in ("betas", "eps", "momentum"):
-        value = getattr(optim, key)
-        if key not in read and value != fields[key].default:
-            what = f"is set, and {' and '.join(used)} reads no such key"
-            yield Fault(f"optim.{key}", what, got=str(value), fix=_other_key(optim.name, key))
-    for group in optim.groups:
-        optimizer = group.optimizer or optim.name
-        has_adamw = group.optimizer is None and leaves_rest_to_adamw
-        if group.betas and not has_adamw and "betas" not in SETTINGS.get(optimizer, ()):
-            what = f"betas of {group.match!r} are set, and {optimizer} reads none"
-            yield Fault("optim.groups", what, got=str(group.betas), fix="leave betas out")
-
-
-def _other_key(optimizer: str, key: str) -> str:
-    """The option of an optimizer that has the name of a key of `optim`."""
-    options = OPTIONS.get(optimizer)
-    if options is not None and key in keys_of(options):
-        return f"--optim.options.{key}, or leave it out"
-    if is_user_class(optimizer):
-        return f"--optim.options.{key} if the class has it, or leave it out"
-    return "leave it out"
-
-
 def rule_names(optim: OptimConfig) -> frozenset[str]:
     """The optimizers that the config names."""
     groups = {group.optimizer for group in optim.groups if group.optimizer is not None}
@@ -221,9 +112,8 @@ def rule_names(optim: OptimConfig) -> frozenset[str]:
 
 def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which optimizer updates which parameter, of a config as JSON."""
-    groups = []
-    for group in optim.get("groups", ()):
-        optimizer = group.get("optimizer")
-        if optimizer is not None:
-            groups.append((group["match"], optimizer))
-    return {"name": optim.get("name"), "groups": groups}
+    groups = optim.get("groups", ())
+    chosen = [
+        (each["match"], each["optimizer"]) for each in groups if each.get("optimizer") is not None
+    ]
+    return {"name": optim.get("name"), "groups": chosen}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from weft.code.identity import CODE_FILE
 from weft.config import toml
 from weft.config.flags import Words
 from weft.config.keys import Flat
-from weft.errors import Fault, WeftError
+from weft.errors import WeftError
 
 RUN_FILE = "run.toml"
 DIGEST = "model.digest"
@@ -31,7 +31,6 @@ NAMES: Mapping[str, frozenset[str]] = {
 }
 """Keys whose values are paths, but these."""
 MIX = "data.mix"
-WINDOWS_PATH = re.compile(r"[A-Za-z]:\\")
 
 
 OWN_KEYS = ("out", "resume")
@@ -105,23 +104,6 @@ def _inside(old: str, new: Path, file: Flat) -> Flat:
         if isinstance(value, str) and os.path.realpath(value).startswith(f"{old}{os.sep}"):
             found[key] = str(new / os.path.relpath(os.path.realpath(value), old))
     return found
-
-
-def unexpanded(values: Mapping[str, object]) -> Iterator[Fault]:
-    """Paths with a variable that no shell has expanded, and paths of Windows.
-
-    Args:
-        values: dotted keys that were given.
-    """
-    for key in (*NAMES, "out", "resume"):
-        value = values.get(key)
-        if not isinstance(value, str) or os.path.exists(value):
-            continue
-        if "$" in value and (expanded := os.path.expandvars(value)) != value:
-            yield Fault(key, "holds a variable", got=repr(value), fix=f"--{key} {expanded}")
-        elif WINDOWS_PATH.match(value):
-            fix = f"a path of this machine, such as --{key} {value[3:].replace(chr(92), '/')}"
-            yield Fault(key, "is a path of Windows", got=repr(value), fix=fix)
 
 
 def absolute_paths(values: Mapping[str, object]) -> Flat:

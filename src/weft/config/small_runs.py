@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, has_chunked_losses, plan_of
 from weft.config.schema import DataConfig, ModelSection
 from weft.config.small_layers import model_with, with_fewer_layers
-from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.layout.plan import Plan
 

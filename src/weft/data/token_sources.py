@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.config.rules.sections import vocabulary_holds
 from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
@@ -115,14 +116,9 @@ def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
     Raises:
         DataError: it has not.
     """
-    if tokenizer.vocab > vocab:
-        need = f"at least {tokenizer.vocab} for {tokenizer.name}"
-        fix = f"--model.vocab {tokenizer.vocab}"
-        raise DataError(
-            Fault(
-                "model.vocab", "is smaller than the tokenizer's", got=str(vocab), need=need, fix=fix
-            )
-        )
+    faults = tuple(vocabulary_holds(tokenizer.name, tokenizer.vocab, vocab=vocab))
+    if faults:
+        raise DataError(*faults)
 
 
 def _tokenize_in_memory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from weft.config import layout_rules
+from weft.config.rules import layout
 from weft.config.schema import ModelSection, ParallelConfig, PipelineConfig
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
@@ -237,10 +237,10 @@ def inference_model(model: ModelSection) -> ModelSection:
 def mesh_faults(mesh: Mesh, config: ModelSection) -> Iterator[Fault]:
     """Axes that generation does not support, and sizes of the model that the mesh does not divide."""
     yield from _axis_faults(mesh)
-    yield from layout_rules.axes_divide(mesh, config)
-    for fault in layout_rules.dimension_faults(mesh, config, ParallelConfig(), mesh_axis=EP):
+    yield from layout.axes_divide(mesh, config)
+    for fault in layout.dimension_faults(mesh, config, ParallelConfig(), mesh_axis=EP):
         yield replace(fault, fix="give its ranks to tp")
-    yield from layout_rules.layers_make_stages(mesh, config, PipelineConfig(), seq_len=1)
+    yield from layout.layers_make_stages(mesh, config, PipelineConfig(), seq_len=1)
 
 
 def _axis_faults(mesh: Mesh) -> Iterator[Fault]:

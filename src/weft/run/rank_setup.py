@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import torch
 
+from weft.comm.backends import policy_of
 from weft.comm.comm import Comm
-from weft.comm.device_groups import policy_of
+from weft.comm.group import StepGroups, planned_groups
 from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
-from weft.comm.planned_groups import StepGroups, planned_groups
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh

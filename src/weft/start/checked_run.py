@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.config import toml
-from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.keys import Flat, flatten
 from weft.config.load import NO_VALUES, Loaded, try_load
+from weft.config.rules.checks import Adaptation, CheckTable, run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
 from weft.config.run_files import absolute_paths
 from weft.config.schema import ModelSection
-from weft.config.validate import config_checks
 from weft.errors import Fault, UserError
 from weft.layout.plan import Plan
 from weft.layout.recomputation import KEY as RECOMPUTE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from weft.core.dimension import local_update_axes, pipeline_axis
 from weft.core.machine_memory import total_bytes
 from weft.core.model_config import weight_flops
 from weft.core.precision import NUM_BYTES
-from weft.errors import Fault, LaunchError, counted
+from weft.errors import LaunchError
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
 from weft.run.world import detect
-from weft.start.environment import has_gpus
-from weft.view.quantity import memory
 
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files with the limit of a container, of control groups 2 and 1."""
@@ -102,30 +99,3 @@ def local_activations(run: Run) -> float:
     num_pipelines = mesh.size / mesh.degree((TP, pipeline_axis()))
     share = num_local_ranks(run) / mesh.size
     return share * num_pipelines * of_pipeline * NUM_BYTES[run.precision.compute]
-
-
-def memory_faults(run: Run) -> Iterator[Fault]:
-    """On CPUs, weights, gradients and optimizer states of the local ranks must not be larger than
-    the machine's memory. All that a rank holds is measured where it is near that (memory_before.py).
-    """
-    if has_gpus(run.device):
-        return
-    zero = run.parallel.zero
-    needed = local_states(run, zero)
-    available = machine_bytes()
-    if needed > available:
-        yield Fault(
-            "model",
-            "parameters, gradients and optimizer states are larger than the memory of this machine",
-            got=f"at least {memory(needed)} for {counted(num_local_ranks(run), 'rank')}",
-            need=f"at most {memory(available)}",
-            fix=_smaller(run, available),
-        )
-
-
-def _smaller(run: Run, available: float) -> str:
-    """The least ZeRO stage with which the states fit, or what else makes them smaller."""
-    for zero in range(run.parallel.zero + 1, 4):
-        if local_states(run, zero) < available:
-            return f"--parallel.zero {zero}, or fewer ranks on this machine"
-    return "a smaller model, or more machines to shard it over: --parallel.zero 3, or tp and pp in --mesh"

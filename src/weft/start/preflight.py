@@ -1,178 +1,38 @@
-"""What a training run needs before it starts, from the sections of its config: checks, the layout after a restart, notes."""
+"""What a training run does before it starts, from the sections of its config: the layout after a restart, notes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
-from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
-from weft.config.checks import Check
+from weft.checkpoint.resume import AUTO, starts_new
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.hf.architectures import PREFIX
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import read_json
 from weft.config.optimizers import is_user_class
+from weft.config.rules.config_checks import config_checks
+from weft.config.rules.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
+from weft.config.rules.values import rate_notes
 from weft.config.run import Run, recompute_of
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
-from weft.config.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
-from weft.config.validate import config_checks
-from weft.config.value_faults import rate_notes
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
-from weft.errors import ConfigError, Fault, LaunchError, counted
-from weft.models.code_of_run import code_of_run
+from weft.errors import LaunchError, counted
 from weft.run.agent import restart_number
 from weft.run.world import detect
-from weft.start import environment, initial_weights, remote_folder
-from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
-from weft.start.memory_bound import memory_faults
-from weft.start.run_folder import is_started_again, out_faults, resumes_in
-from weft.track.alert_rules import alert_faults
-from weft.track.tracker import tracker_faults
+from weft.start import environment, remote_folder
+from weft.start.rules.run_folders import resumes_in
+from weft.start.run_folder import is_started_again
 
 DROPOUT_KEYS = (
     *("embd_pdrop", "attn_pdrop", "resid_pdrop", "dropout"),
     *("attention_dropout", "hidden_dropout", "embedding_dropout"),
 )
 """Keys of config.json."""
-
-
-def data_checks(run: Run) -> tuple[Check, ...]:
-    """The checks of training and validation data, bound to the sections of a run."""
-    training = Check(
-        reads=READ_KEYS, find=partial(source_faults, run.data, run.model, loss=run.loss)
-    )
-    validation = Check(
-        reads=(*READ_KEYS, "eval", "batch.global_size"),
-        find=partial(
-            validation_faults,
-            run.data,
-            run.model,
-            run.eval,
-            loss=run.loss,
-            global_size=run.batch.global_size,
-        ),
-    )
-    return training, validation
-
-
-def environment_checks(run: Run) -> tuple[Check, ...]:
-    """The checks of a training run that read files, ports and devices, bound to its sections."""
-    starts_from = {"resume": run.resume, "out": run.out}
-    has_ranks = partial(
-        environment.world_faults, run.device_mesh, run.nproc, is_elastic=run.run.elastic
-    )
-    has_base = partial(initial_weights.lora_base_faults, run.lora, run.model)
-    resumes = partial(_resume_faults, run)
-    return (
-        Check(("mesh", "nproc"), has_ranks),
-        *folder_checks(run),
-        Check(("port",), partial(environment.port_faults, run.port)),
-        Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
-        Check(("device",), partial(environment.device_faults, run.device)),
-        Check(("compile", "device"), partial(environment.compiler_faults, run.compile, run.device)),
-        Check(
-            reads=(
-                "device",
-                "mesh",
-                "model",
-                "batch",
-                "data.seq_len",
-                "optim.name",
-                "parallel.zero",
-                "precision",
-            ),
-            find=partial(memory_faults, run),
-        ),
-        Check(("transport",), partial(environment.transport_faults, run.transport)),
-        Check(("track",), partial(tracker_faults, run.track)),
-        Check(("alert",), partial(alert_faults, run.alert, os.environ)),
-        Check(
-            reads=("save.remote", "out", "resume"),
-            find=partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),
-        ),
-        Check(
-            reads=("model", "resume"),
-            find=partial(initial_weights.from_hf_faults, run.model, **starts_from),
-        ),
-        Check(("lora.base", "lora.rank", "model"), has_base),
-        Check(RESUME_KEYS, resumes),
-        *optimizer_checks(run),
-    )
-
-
-def _resume_faults(run: Run) -> Iterable[Fault]:
-    return resume_faults(
-        run.model,
-        run.model_dump(mode="json"),
-        resume=run.resume,
-        out=run.out,
-        code=code_of_run(run.model.name, run.optim.name),
-    )
-
-
-def optimizer_checks(run: Run) -> tuple[Check, ...]:
-    """The checks of optimizers and groups of parameters against the model, of runs and proofs."""
-    return (
-        Check(
-            reads=("optim", "model", "lora"),
-            find=partial(_optimizer_faults, run.optim, run.model, run.lora),
-        ),
-        Check(
-            reads=("deterministic", "parallel.zero", "optim"),
-            find=partial(
-                _order_of_sums_faults,
-                run.optim,
-                zero=run.parallel.zero,
-                is_deterministic=run.deterministic,
-            ),
-        ),
-    )
-
-
-def folder_checks(run: Run) -> tuple[Check, ...]:
-    """The check of the run folder."""
-    return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
-
-
-def _optimizer_faults(optim: OptimConfig, model: ModelSection, lora: LoraConfig) -> Iterable[Fault]:
-    """What is wrong with a user's optimizer class, or with groups of parameters; torch is imported
-    only for these.
-    """
-    if is_user_class(optim.name):
-        from weft.train.optimizers.user_class import class_faults  # imports torch
-
-        yield from class_faults(optim.name, optim.options)
-    if optim.groups:
-        from weft.train.optimizers.start_checks import group_faults  # imports torch
-
-        yield from group_faults(optim, model, lora)
-
-
-def _order_of_sums_faults(
-    optim: OptimConfig, *, zero: int, is_deterministic: bool
-) -> Iterator[Fault]:
-    """Under ZeRO, sums of a user's class are added over data ranks, in no fixed order."""
-    if not is_deterministic or not zero or not is_user_class(optim.name):
-        return
-    from weft.train.optimizers.user_class import load_class  # imports torch
-
-    try:
-        kind = load_class(optim.name).kind
-    except ConfigError:
-        return  # `_optimizer_faults` reports it
-    if kind == "reductions":
-        yield Fault(
-            "deterministic",
-            f"{optim.name} adds sums over the ranks of ZeRO",
-            got=f"parallel.zero {zero}",
-            need="0",
-            fix="--parallel.zero 0, or leave deterministic out",
-        )
 
 
 def _leaves_rest_to_adamw(optim: OptimConfig) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from weft.config.changed_runs import changes
-from weft.config.checks import run_checks
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
-from weft.config.validate import config_checks
 from weft.errors import Fault, UserError, did_you_mean
 from weft.prove.parts.names import ALL, PARTS, RECORDED, Coverage, Part
 from weft.prove.parts.support import is_of_run, part_faults

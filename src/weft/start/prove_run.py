@@ -10,8 +10,8 @@ from typing import Literal
 
 from weft.code.identity import changed_parts, stored_parts
 from weft.config.changed_runs import changes
-from weft.config.checks import Check, run_checks
 from weft.config.load import load
+from weft.config.rules.checks import Check, run_checks
 from weft.config.run import Run
 from weft.config.schema import SCORED
 from weft.config.small_layers import layer_kinds
@@ -25,9 +25,9 @@ from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
 from weft.prove.rows import STDLIB, Rows
 from weft.start.checked_run import set_openmp_policy
-from weft.start.data_checks import CROSS_ENTROPY
-from weft.start.preflight import data_checks
 from weft.start.prove_parts import recorded_coverage, trained_coverage
+from weft.start.rules.data_sources import CROSS_ENTROPY
+from weft.start.rules.start_checks import data_checks
 
 STORED_WEIGHTS = ("model.from_hf", "lora.base")
 WEIGHTS_NOTE = "the weights of {} are compared with --full only"

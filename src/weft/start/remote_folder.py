@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.remote import RemoteFolder
-from weft.checkpoint.remote_url import is_url, local_folder, url_faults
+from weft.checkpoint.remote_url import is_url, local_folder
 from weft.checkpoint.resume import AUTO, resume_faults
 from weft.code.identity import CodeIdentity
 from weft.config.schema import ModelSection
-from weft.errors import CheckpointError, Fault, UserError
+from weft.errors import UserError
 from weft.start.environment import LOCAL_RANK_VARIABLES, is_first
-from weft.start.run_folder import resumes_in
 
 
 def local_keys(out: str | None, remote: str | None) -> dict[str, str]:
@@ -32,34 +31,6 @@ def has_copy(remote: str | None) -> bool:
         CheckpointError: it cannot be read.
     """
     return remote is not None and RemoteFolder.open(remote).newest() is not None
-
-
-def remote_faults(remote: str | None, out: str | None, resume: str | None) -> Iterator[Fault]:
-    """The URL for checkpoints can be read, and holds no other run; one process of a machine asks."""
-    if out and is_url(out):
-        what = "is a URL, and save.remote names one too"
-        yield Fault("out", what, got=repr(out), fix="leave save.remote out")
-        return
-    if remote is None:
-        return
-    faults = tuple(url_faults(remote))
-    if faults or not is_first(os.environ, LOCAL_RANK_VARIABLES):
-        yield from faults
-        return
-    try:
-        holds_run = has_copy(remote)
-    except CheckpointError as error:
-        yield from error.faults
-        return
-    if holds_run and not (out and resumes_in(Path(out), resume)):
-        fix = "--resume auto to resume it, or another URL"
-        yield Fault(
-            "out",
-            "holds a run already",
-            got=repr(remote),
-            need="a URL without checkpoints",
-            fix=fix,
-        )
 
 
 def fetch(

@@ -1,27 +1,23 @@
-"""The run folder of a training run: a new name, its lock, and the check that it can be written and holds no other run."""
+"""The run folder of a training run: a new name, its lock, and the job that it belongs to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
 from weft.checkpoint.disk import replace_file
-from weft.checkpoint.folder import FOLDER
-from weft.checkpoint.resume import AUTO
 from weft.config.schema import ModelSection
-from weft.errors import Fault, UserError
+from weft.errors import UserError
 from weft.run.agent import restart_number
-from weft.run.folder_lock import acquire, acquire_new, held_fault
+from weft.run.folder_lock import acquire, acquire_new
 from weft.run.world import job_name
 from weft.small_files import UnreadableFile, read_text
 from weft.start.environment import is_first
-from weft.train.event_log import EVENTS
+from weft.start.rules.run_folders import RUNS, holds_run
 
-RUNS = Path("runs")
 JOB = ".job"
 """File in the folder of an elastic run: the name of the job that trains it."""
 MAX_JOB_BYTES = 4096
@@ -58,82 +54,10 @@ def locked_out(
         folder, held = acquire_new(new_run_folder(model, now), job=job)
         out = str(folder)
     with held:
-        faults = tuple(_holds_run(out, resume))  # another run may have ended since the checks
+        faults = tuple(holds_run(out, resume))  # another run may have ended since the checks
         if faults:
             raise UserError(*faults)
         yield out
-
-
-def out_faults(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
-    """The run folder must be writable and hold no other run; only the first rank checks."""
-    if not is_first(os.environ):
-        return
-    out = Path(run_folder) if run_folder else RUNS
-    in_use = None
-    if run_folder and "\0" not in run_folder:
-        in_use = held_fault(out, job=job_name(os.environ))
-    if in_use:
-        faults = [in_use]
-    else:
-        faults = list(_holds_run(run_folder, resume))
-    if faults:
-        yield from faults
-        return
-    problem = write_problem(out)
-    if problem is not None:
-        yield Fault(
-            "out",
-            "cannot be written",
-            got=f"{str(out)!r}: {problem}",
-            need="a folder",
-            fix="choose another --out",
-        )
-
-
-def _holds_run(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
-    """A fresh start needs a folder without a run."""
-    if not run_folder:
-        return
-    out = Path(run_folder)
-    events = out / EVENTS
-    checkpoints = out / FOLDER
-    holds_run = os.path.exists(events) or os.path.exists(checkpoints)
-    if holds_run and not resumes_in(out, resume):
-        yield Fault(
-            "out",
-            "holds a run already",
-            got=repr(str(out)),
-            need=f"a folder without {EVENTS}",
-            fix="--resume auto to resume it, another --out, or none for a new folder under runs/",
-        )
-
-
-def resumes_in(out: Path, resume: str | None) -> bool:
-    """Whether the checkpoint that a run resumes is in its own folder."""
-    if resume is None:
-        return False
-    if resume == AUTO:
-        return True
-    named = Path(resume).resolve()
-    return out.resolve() in (named, named.parent, named.parent.parent)
-
-
-def write_problem(folder: Path) -> str | None:
-    """Why `folder` cannot be created or written, judged by its nearest existing parent; creates
-    nothing.
-    """
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(folder)  # rejects names that no file system takes
-        existing = folder
-        while not os.path.lexists(existing):
-            existing = existing.parent
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:  # a zero byte in the name
-        return str(error)
 
 
 def mark_job(out: Path, env: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from weft.start.auto_mesh import choose_before_ranks
 from weft.start.auto_recompute import choose_recompute_before_ranks
 from weft.start.checked_run import load_checked_run
 from weft.start.given_values import model_name
-from weft.start.preflight import data_checks, environment_checks
+from weft.start.rules.start_checks import data_checks, environment_checks
 from weft.start.train_checked import train_checked
 from weft.train.event_log import EVENTS
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
-from weft.comm.store_keys import KeyStore, agree_on_namespace, poll_intervals
+from weft.comm.world_store import KeyStore, agree_on_namespace, find_store, poll_intervals
 from weft.errors import (
     ConfigError,
     Fault,
@@ -56,8 +56,6 @@ def shared_store(world: World, *, key: str = MESH) -> KeyStore | None:
     url = _store_url(world, key)
     if url is None:
         return None
-    from weft.comm.find_store import find_store  # late: it imports torch
-
     return find_store(url, world.rank, world.size, timeout_s=ARRIVAL_S, listener=None)
 
 

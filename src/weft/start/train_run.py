@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.resume import starts_new
-from weft.comm.planned_groups import StepGroups
+from weft.comm.group import StepGroups
 from weft.config.keys import Flat, flatten
 from weft.config.lora import adapter_flops
 from weft.config.profiled_steps import profiled_steps

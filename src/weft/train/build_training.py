@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.checkpoint.resume import AUTO
 from weft.checkpoint.saver import Saver
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import StepGroups
+from weft.comm.group import StepGroups
 from weft.comm.text import broadcast_text
 from weft.config.run import Run, plan_of
 from weft.config.toml import dump

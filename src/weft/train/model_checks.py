@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.transport import MetaTransport
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from weft.commands.console import show_help, wants_help
 from weft.config import flags
-from weft.config.hardware import SUFFIX, find_hardware, world_faults
+from weft.config.hardware import SUFFIX, find_hardware
+from weft.config.rules.sections import bandwidths_are_known
 from weft.errors import ConfigError, Fault
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.pp import AXIS as PP
@@ -141,7 +142,7 @@ def _faults(options: CalibrateOptions) -> Iterator[Fault]:
         fix = _sequence(options.write)
         yield Fault("write", "the file is missing", repr(options.write), fix=fix)
         return
-    yield from world_faults(find_hardware(options.write), options.ranks)
+    yield from bandwidths_are_known(find_hardware(options.write), options.ranks)
     cores = len(os.sched_getaffinity(0))
     if options.device == "cpu" and options.ranks > cores:
         need = f"at most {cores}: ranks that share a core are slower than their device"

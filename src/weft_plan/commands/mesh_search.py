@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.config.checks import Check
-from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda, world_faults
+from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda
 from weft.config.layout_keys import LayoutKeys
+from weft.config.rules.checks import Check
+from weft.config.rules.config_checks import config_checks
+from weft.config.rules.sections import bandwidths_are_known
 from weft.config.run import Run, hardware_of, recompute_of
-from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, counted
 from weft.layout.recomputation import KEY as RECOMPUTE
 from weft.layout.recomputation import is_chosen_by_memory
@@ -52,7 +53,7 @@ def fastest_mesh(run: Run, *, before_ranks: bool) -> ChosenMesh:
     """
     devices = devices_here(run.device, run.nproc)
     hardware = hardware_of(run) or hardware_here(devices, run.precision.matmul)
-    faults = tuple(world_faults(hardware, devices.num_ranks))
+    faults = tuple(bandwidths_are_known(hardware, devices.num_ranks))
     if faults:
         raise ConfigError(*faults)
     pinned = PINNED

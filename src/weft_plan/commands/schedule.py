@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from weft.commands.console import fix_of_path, print_result, show_help, wants_help
-from weft.config.checks import run_checks
 from weft.config.command_options import STANDARD_OUTPUT
+from weft.config.rules.checks import run_checks
+from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
-from weft.config.validate import config_checks
 from weft.core.dimension import pipeline_axis
 from weft.errors import EXIT_OK, ConfigError, Fault, UserError
 from weft.schedule.actions import Table

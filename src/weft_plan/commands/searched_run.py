@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 from weft.config import flags, toml
 from weft.config.base_files import read_with_bases
 from weft.config.changed_runs import changes
-from weft.config.checks import as_flags, run_checks
 from weft.config.families import DEFAULT_PRESET
-from weft.config.hardware import Hardware, world_faults
+from weft.config.hardware import Hardware
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import AUTO_MESH
+from weft.config.rules.checks import as_flags, run_checks
+from weft.config.rules.config_checks import config_checks
+from weft.config.rules.sections import bandwidths_are_known
 from weft.config.run import Run, hardware_of, recompute_of
 from weft.config.schema import ModelSection, SiteConfig
-from weft.config.validate import config_checks
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, UserError
@@ -94,7 +95,7 @@ class SearchedRun:
         if _is_sites_alone(run.device_mesh, devices):
             pinned -= {"mesh"}
         num_devices = _num_devices(devices, run.device_mesh.size, pinned)
-        faults = tuple(world_faults(hardware, num_devices))
+        faults = tuple(bandwidths_are_known(hardware, num_devices))
         if faults:
             raise ConfigError(*faults)
         return SearchedRun(run, tuple(words), pinned, hardware, num_devices)
@@ -148,7 +149,7 @@ class SearchedRun:
     def scale_faults(self, sizes: Collection[int]) -> Iterator[Fault]:
         """Numbers of devices for `scale` that no layout fills."""
         for size in sizes:
-            yield from world_faults(self.hardware, size)
+            yield from bandwidths_are_known(self.hardware, size)
             space = Space(size, self.hardware.node, self.pinned - {"mesh"})
             found = candidates(self.keys, space)
             if not found.groups:

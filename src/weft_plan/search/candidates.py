@@ -11,7 +11,7 @@ from functools import cache
 from typing import TypeVar
 
 from weft.config.layout_keys import LayoutKeys
-from weft.config.layout_rules import (
+from weft.config.rules.layout import (
     axes_divide,
     batch_divides,
     dimension_faults,

@@ -19,7 +19,7 @@ from weft.run.launch import same_attempt
 from weft.run.worker import end_with_parent
 from weft.small_files import UnreadableFile
 from weft.start.checked_run import load_checked_run
-from weft.start.preflight import data_checks
+from weft.start.rules.start_checks import data_checks
 from weft.start.run_folder import locked_out
 from weft.start.train_run import train
 from weft.train.event_lines import read_events, step_history

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.folder import checkpoints
+from weft.comm.local_peers import is_name_of_rank
 from weft.comm.transport import Call
-from weft.comm.unix_sockets import is_name_of_rank
 from weft.run.private_folder import CLEANER_NAME
 from weft.run.rank_status import Phase, RankStatus, ShownCall
 from weft.run.world import Attempt

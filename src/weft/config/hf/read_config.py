@@ -178,11 +178,8 @@ def _probe_tensors(folder: Path, config: Json, mapping: ConfigMapping) -> Flat:
     if not mapping.probes:
         return {}
     names = list_tensors(folder)
-    found: Flat = {}
-    for field, pattern in mapping.probes.items():
-        is_present = pattern.format_map(config) in names
-        found[field] = int(is_present)
-    return found
+    probes = mapping.probes.items()
+    return {field: int(pattern.format_map(config) in names) for field, pattern in probes}
 
 
 def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:

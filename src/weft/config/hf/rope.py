@@ -128,9 +128,7 @@ class ScaledRope:
         longest: int = config.get(LONGEST) or found[ORIGINAL_CONTEXT]
         original: int = found.get(ORIGINAL_CONTEXT, longest)
         if kind == "llama3":
-            scaling = {}
-            for name, default in LLAMA3_DEFAULTS.items():
-                scaling[name] = found.get(name, default)
+            scaling = {name: found.get(name, value) for name, value in LLAMA3_DEFAULTS.items()}
         else:
             scaling = _yarn_scaling(found, factor=longest / original)
         for name, value in scaling.items():
@@ -271,9 +269,7 @@ def _yarn_faults(
 
 def _yarn_scaling(found: Mapping[str, Any], *, factor: float) -> dict[str, Any]:
     """YaRN's settings; `factor` is used where config.json has none."""
-    scaling = {}
-    for name, default in YARN_DEFAULTS.items():
-        scaling[name] = found.get(name) or default
+    scaling = {name: found.get(name) or default for name, default in YARN_DEFAULTS.items()}
     scaling["factor"] = found.get("factor") or factor
     scaling["mscale"] = 1.0
     scaling["mscale_all_dim"] = 0.0

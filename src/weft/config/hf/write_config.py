@@ -51,10 +51,7 @@ def config_json(
         found["label2id"] = {name: number for number, name in enumerate(known)}
     found["model_type"] = mapping.model_type
     found["torch_dtype"] = dtype
-    values = {}
-    for row in table.keys:
-        value = getattr(cfg, row.field)
-        values[row.hf_key] = row.write(value)
+    values = {row.hf_key: row.write(getattr(cfg, row.field)) for row in table.keys}
     found.update(values)
     for rule in table.fixed:
         if rule.is_written:

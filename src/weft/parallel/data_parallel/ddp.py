@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.comm import Comm
-from weft.comm.default_comm import comm_or_world
+from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.data_parallel.join import Attendance

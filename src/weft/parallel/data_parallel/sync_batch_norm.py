@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.comm.comm import Comm
-from weft.comm.default_comm import comm_or_world
+from weft.comm.comm import Comm, comm_or_world
 from weft.comm.ops import copy_to_region, reduce_from_region
 from weft.core.mesh import Axis
 from weft.parallel.dp import AXIS as DP

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.comm.comm import Comm
-from weft.comm.default_comm import comm_or_world
+from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.not_compiled import not_compiled

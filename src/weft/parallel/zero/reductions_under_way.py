@@ -17,8 +17,8 @@ import math
 import time
 from collections import deque
 
+from weft.comm.backends import policy_of
 from weft.comm.comm import Comm
-from weft.comm.device_groups import policy_of
 from weft.core.dimension import token_exchange_axes
 from weft.core.zero_stages import MAX_UNDER_WAY
 from weft.parallel.zero.param_group import ParamGroup

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.comm.comm import Comm
-from weft.comm.default_comm import comm_or_world
+from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP

@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.comm.meta import SharedMetaTransport
-from weft.comm.transport import Call, OnLate, Reduce, SharedResults, Work
+from weft.comm.transport import Call, OnLate, Reduce, SharedMetaTransport, SharedResults, Work
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Axis, Mesh
 from weft.parallel.tensor.dims import (

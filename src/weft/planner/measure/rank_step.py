@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
-from weft.comm.meta import SharedMetaTransport
+from weft.comm.transport import SharedMetaTransport
 from weft.core.attention_choice import KernelChoice
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.core.expert_choice import ExpertKernelChoice

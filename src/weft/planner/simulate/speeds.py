@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weft.comm.device_groups import policy_of
+from weft.comm.backends import policy_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
@@ -42,7 +42,7 @@ class Speeds:
     @property
     def separates_reductions(self) -> bool:
         """Whether the second communicator of a group exists: only plans of groups have it (see Note
-        [Communicators of a training run] in `comm/planned_groups.py`), and gloo connects without one.
+        [Communicators of a training run] in `comm/group.py`), and gloo connects without one.
         """
         return policy_of(self.hardware.device).connects_at_start
 

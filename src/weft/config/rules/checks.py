@@ -89,10 +89,11 @@ def _tested_fix(index: int, checks_with: Callable[[Suggestion], list[Check]]) ->
     suggest = checks[index].suggest
     if suggest is None:
         return ""
-    passing_now: list[int] = []
-    for number, other in enumerate(checks):
-        if other.suggest is not None and not other.fails():
-            passing_now.append(number)
+    passing_now = [
+        number
+        for number, other in enumerate(checks)
+        if other.suggest is not None and not other.fails()
+    ]
     working: list[str] = []
     clean: list[str] = []
     for suggestion in itertools.islice(suggest(), MOST_TRIED):

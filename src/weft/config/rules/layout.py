@@ -1,11 +1,21 @@
-"""Rules for mesh, model, batch, pipeline and sequence together: what divides what, what a schedule accepts. Pure functions."""
+"""Rules of the mesh with model, batch, pipeline, sequence and sites: what divides what, what a schedule takes. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.config.schema import BatchConfig, OptimConfig, ParallelConfig, PipelineConfig, label_of
+from weft.config.rules.unused_keys import set_keys
+from weft.config.schema import (
+    BatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    SiteConfig,
+    label_of,
+)
+from weft.core.axes import local_update_axis
 from weft.core.dimension import (
     LayoutOptions,
     LayoutRequest,
@@ -13,6 +23,7 @@ from weft.core.dimension import (
     all_axes,
     default_sharding_rule,
     dimensions,
+    local_update_axes,
     pipeline_axis,
     plain_data_axes,
     position_axes,
@@ -28,6 +39,7 @@ from weft.schedule.catalog import SCHEDULES, find
 
 MOST_MICROBATCHES = 2**16
 """Largest number of micro-batches of one step on one rank; their schedule is a table."""
+SITE_KEYS = ("every", "lr", "momentum", "wire", "overlap", "mix", "gbit_s")
 
 
 def axes_divide(mesh: Mesh, model: ModelConfig) -> Iterator[Fault]:
@@ -89,10 +101,7 @@ def layout_request(mesh: Mesh, model: ModelConfig, parallel: ParallelConfig) -> 
     axis_sizes = model.axis_sizes()
     local_sizes: dict[str, int] = {}
     for axis, size in axis_sizes.items():
-        if axis in rule:
-            degree = mesh.degree(rule[axis])
-        else:
-            degree = 1
+        degree = mesh.degree(rule[axis]) if axis in rule else 1
         if size % degree == 0:
             local_sizes[axis] = size // degree
     return LayoutRequest(
@@ -277,12 +286,81 @@ def order_is_fixed(
             )
     rules = {optim.name, *(group.optimizer for group in optim.groups)}
     if "adafactor" in rules and parallel.zero:
+        yield sums_have_no_order("adafactor adds sums of rows and columns", zero=parallel.zero)
+
+
+def sums_have_no_order(what: str, *, zero: int) -> Fault:
+    """An optimizer adds sums of its own over data ranks, in no fixed order."""
+    return Fault(
+        "deterministic",
+        f"{what} over the ranks of ZeRO",
+        got=f"parallel.zero {zero}",
+        need="0",
+        fix="--parallel.zero 0, or leave deterministic out",
+    )
+
+
+def sites_exist(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:
+    """The section is read only where the mesh has an axis of local updates, and `mix` only where
+    exchanges overlap with steps.
+    """
+    axis = local_update_axis(mesh)
+    if axis is None:
+        yield from _unread_keys(site)
+        return
+    names = [name for name, _ in mesh.axes]
+    if names[0] != axis:
+        outermost = [f"{axis}{mesh.degree(axis)}"]
+        outermost += [f"{name}{degree}" for name, degree in mesh.axes if name != axis]
         yield Fault(
-            key,
-            "adafactor adds sums of rows and columns over the ranks of ZeRO",
-            got=f"parallel.zero {parallel.zero}",
-            need="0",
-            fix=f"--parallel.zero 0, or {fix}",
+            "mesh",
+            f"the ranks of a {axis} are not next to each other",
+            got=repr(mesh.text),
+            need=f"{axis} first",
+            fix=f'--mesh "{" ".join(outermost)}"',
+        )
+    if not site.overlap:
+        what = "is set, and site.overlap is 0: every site takes the outer parameters whole"
+        yield from set_keys(site, "site", ("mix",), what, fix="--site.overlap 1, or leave it out")
+    if site.overlap >= site.every:
+        yield Fault(
+            "site.overlap",
+            "an exchange would not end before the next one begins",
+            got=f"{site.overlap} with site.every {site.every}",
+            need=f"below {site.every}",
+            fix=f"--site.overlap {site.every - 1}" if site.every > 1 else "--site.overlap 0",
+        )
+
+
+def _unread_keys(site: SiteConfig) -> Iterator[Fault]:
+    """Keys that have other values than their defaults, on a mesh without sites; the run.toml of a run
+    over sites has them, so leaving them out is no fix.
+    """
+    (axis,) = local_update_axes()
+    what = f"is set, and the mesh has no axis {axis}"
+    fields = SiteConfig.model_fields
+    for name in SITE_KEYS:
+        fix = f'--mesh "{axis}2 ...", or --{axis}.{name} {fields[name].default}'
+        yield from set_keys(site, axis, (name,), what, fix=fix)
+
+
+def sites_take_options(
+    mesh: Mesh, precision: PrecisionConfig, *, deterministic: bool
+) -> Iterator[Fault]:
+    """Options that are not possible where sites train apart."""
+    axis = local_update_axis(mesh)
+    if axis is None:
+        return
+    if deterministic:
+        what = f"fixes the bits for every number of data ranks, and {axis} changes the algorithm"
+        yield Fault("deterministic", what, got="True", need="False", fix="leave deterministic out")
+    if precision.params not in ("float32", "float64"):
+        yield Fault(
+            "precision.params",
+            "outer steps are smaller than its digits",
+            got=precision.params,
+            need="float32 or float64",
+            fix="--precision.params float32; compute may stay as it is",
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from weft.config.optimizers import unread_settings
+from weft.config.keys import keys_of
+from weft.config.optimizers import OPTIONS, SETTINGS, is_user_class
 from weft.config.schema import (
     ConfigSection,
     DataConfig,
@@ -162,6 +163,45 @@ def rate_decays(optim: OptimConfig) -> Iterator[Fault]:
             need="below 1",
             fix="--optim.min_lr 0.1, or --optim.decay constant",
         )
+
+
+def unread_settings(optim: OptimConfig, *, leaves_rest_to_adamw: bool) -> Iterator[Fault]:
+    """Settings of update rules that are set, and that no optimizer of the run reads.
+
+    Args:
+        leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
+    """
+    used = [optim.name]
+    if leaves_rest_to_adamw:
+        used.append("adamw")
+    for group in optim.groups:
+        if group.optimizer is not None and group.optimizer not in used:
+            used.append(group.optimizer)
+    read: set[str] = set()
+    for name in used:
+        read.update(SETTINGS.get(name, ()))
+    fields = type(optim).model_fields
+    for key in ("betas", "eps", "momentum"):
+        value = getattr(optim, key)
+        if key not in read and value != fields[key].default:
+            what = f"is set, and {' and '.join(used)} reads no such key"
+            yield Fault(f"optim.{key}", what, got=str(value), fix=_other_key(optim.name, key))
+    for group in optim.groups:
+        optimizer = group.optimizer or optim.name
+        has_adamw = group.optimizer is None and leaves_rest_to_adamw
+        if group.betas and not has_adamw and "betas" not in SETTINGS.get(optimizer, ()):
+            what = f"betas of {group.match!r} are set, and {optimizer} reads none"
+            yield Fault("optim.groups", what, got=str(group.betas), fix="leave betas out")
+
+
+def _other_key(optimizer: str, key: str) -> str:
+    """The option of an optimizer that has the name of a key of `optim`."""
+    options = OPTIONS.get(optimizer)
+    if options is not None and key in keys_of(options):
+        return f"--optim.options.{key}, or leave it out"
+    if is_user_class(optimizer):
+        return f"--optim.options.{key} if the class has it, or leave it out"
+    return "leave it out"
 
 
 def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Iterator[Fault]:

@@ -5,36 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from weft.config import lora, sites, suggestions, unused_keys
-from weft.config.alert_keys import secret_faults
-from weft.config.checks import Check, Suggestion
-from weft.config.hardware import hardware_faults, stack_faults
-from weft.config.layout_rules import (
-    axis_divides,
-    batch_divides,
-    dimension_faults,
-    divisors,
-    layers_make_stages,
-    order_is_fixed,
-    schedule_takes_sizes,
-    sequence_divides,
-    sequence_parallel_has_sequences,
-    sharded_sizes,
-)
-from weft.config.profiled_steps import profile_faults
+from weft.config.rules import layout, sections, suggestions, unused_keys
+from weft.config.rules.checks import Check, Suggestion
 from weft.config.run import Run, plan_of, recompute_of
 from weft.config.schema import ParallelConfig
-from weft.config.section_rules import (
-    evaluations_exist,
-    guard_factors_are_above_one,
-    noise_is_of_tokens,
-    number_types_fit,
-    preference_loss_fits,
-    scores_are_whole,
-    scores_fit,
-    sequence_fits_model,
-    vocabulary_holds_bytes,
-)
 from weft.core.dimension import Dimension, dimensions
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
@@ -59,48 +33,48 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         *_checks_of_dimensions(mesh, model, parallel),
         Check(
             reads=("mesh", "batch"),
-            find=partial(batch_divides, mesh, batch),
+            find=partial(layout.batch_divides, mesh, batch),
             suggest=partial(suggestions.batch_sizes, mesh, batch),
         ),
         Check(
             reads=("mesh", "model", "pipeline"),
-            find=partial(layers_make_stages, mesh, model, pipeline, seq_len=seq_len),
+            find=partial(layout.layers_make_stages, mesh, model, pipeline, seq_len=seq_len),
             suggest=partial(suggestions.stages, mesh, model, pipeline, seq_len=seq_len),
         ),
         Check(
             reads=("mesh", "batch", "pipeline"),
-            find=partial(schedule_takes_sizes, mesh, batch, pipeline),
+            find=partial(layout.schedule_takes_sizes, mesh, batch, pipeline),
             suggest=partial(suggestions.schedules, mesh, batch, pipeline),
         ),
         Check(
             reads=("mesh", "data.seq_len", "parallel.sequence"),
-            find=partial(sequence_divides, mesh, model, parallel, seq_len=seq_len),
+            find=partial(layout.sequence_divides, mesh, model, parallel, seq_len=seq_len),
             suggest=lengths,
         ),
         Check(
             reads=("model", "parallel.sequence"),
-            find=partial(sequence_parallel_has_sequences, model, parallel),
+            find=partial(layout.sequence_parallel_has_sequences, model, parallel),
             suggest=suggestions.no_sequence_parallelism,
         ),
         Check(
             reads=("model", "data.seq_len"),
-            find=partial(sequence_fits_model, model, seq_len=seq_len),
+            find=partial(sections.sequence_fits_model, model, seq_len=seq_len),
             suggest=lengths,
         ),
         Check(
             reads=("model.vocab", "data.source", "data.tokenizer"),
-            find=partial(vocabulary_holds_bytes, model, data),
+            find=partial(sections.vocabulary_holds_bytes, model, data),
             suggest=_no_suggestions,
         ),
         Check(
             reads=("precision",),
-            find=partial(number_types_fit, run.precision),
+            find=partial(sections.number_types_fit, run.precision),
             suggest=_no_suggestions,
         ),
         Check(
             reads=("deterministic", "mesh", "batch", "parallel.zero", "optim"),
             find=partial(
-                order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic
+                layout.order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic
             ),
         ),
         Check(
@@ -112,34 +86,36 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             find=partial(stages_can_recompute, run),
             suggest=_no_suggestions,
         ),
-        Check(("mesh", "site"), partial(sites.sites_exist, mesh, run.site)),
+        Check(("mesh", "site"), partial(layout.sites_exist, mesh, run.site)),
         Check(
             reads=("mesh", "precision", "deterministic"),
             find=partial(
-                sites.sites_take_options, mesh, run.precision, deterministic=run.deterministic
+                layout.sites_take_options, mesh, run.precision, deterministic=run.deterministic
             ),
         ),
-        Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
+        Check(("loss", "model"), partial(sections.preference_loss_fits, run.loss, model)),
         Check(
             ("loss", "parallel.sequence"),
-            partial(scores_are_whole, run.loss, sequence=parallel.sequence),
+            partial(sections.scores_are_whole, run.loss, sequence=parallel.sequence),
         ),
-        Check(("loss", "model", "data"), partial(scores_fit, run.loss, model, data)),
-        Check(("neftune", "model"), partial(noise_is_of_tokens, run.neftune, model)),
+        Check(("loss", "model", "data"), partial(sections.scores_fit, run.loss, model, data)),
+        Check(("neftune", "model"), partial(sections.noise_is_of_tokens, run.neftune, model)),
         Check(("dpo",), partial(unused_keys.pair_loss_reads_keys, run.dpo)),
-        Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),
-        Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
-        Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
-        Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
-        Check(("profile", "steps"), partial(profile_faults, run.profile, num_steps=run.steps)),
+        Check(("eval", "save.best"), partial(sections.evaluations_exist, run.eval, run.save)),
+        Check(("guard",), partial(sections.guard_factors_are_above_one, run.guard)),
+        Check(("lora", "model"), partial(sections.targets_exist, run.lora, model)),
+        Check(("lora", "model"), partial(sections.rank_is_low, run.lora, model)),
+        Check(
+            ("profile", "steps"), partial(sections.profile_faults, run.profile, num_steps=run.steps)
+        ),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("model", "data"), partial(unused_keys.text_options_are_of_text, model, data)),
-        Check(("alert",), partial(secret_faults, run.alert)),
+        Check(("alert",), partial(sections.secret_faults, run.alert)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
-        Check(("hardware", "stack"), partial(stack_faults, run.hardware, run.stack)),
+        Check(("hardware", "stack"), partial(sections.stack_faults, run.hardware, run.stack)),
         Check(
             reads=("hardware", "mesh"),
-            find=partial(hardware_faults, run.hardware, num_ranks=mesh.size),
+            find=partial(sections.hardware_faults, run.hardware, num_ranks=mesh.size),
         ),
         Check(
             reads=("transport", "port", "run", "save"),
@@ -160,13 +136,13 @@ def _checks_of_dimensions(
         if dimension.params:
             yield Check(
                 reads=("mesh", "model"),
-                find=partial(axis_divides, mesh, model, axis),
+                find=partial(layout.axis_divides, mesh, model, axis),
                 suggest=partial(_dividing_degrees, mesh, model, axis),
             )
         if dimension.faults is not None:
             yield Check(
                 reads=("mesh", "model", "parallel"),
-                find=partial(dimension_faults, mesh, model, parallel, mesh_axis=axis),
+                find=partial(layout.dimension_faults, mesh, model, parallel, mesh_axis=axis),
                 suggest=partial(_alternatives, mesh, model, parallel, dimension),
             )
 
@@ -178,8 +154,8 @@ def _no_suggestions() -> Iterable[Suggestion]:
 
 def _dividing_degrees(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterator[Suggestion]:
     """Degrees of the axis that divide the sizes it shards."""
-    sizes = sharded_sizes(model, mesh_axis).values()
-    yield from suggestions.degrees_of_axis(mesh, mesh_axis, divisors(*sizes))
+    sizes = layout.sharded_sizes(model, mesh_axis).values()
+    yield from suggestions.degrees_of_axis(mesh, mesh_axis, layout.divisors(*sizes))
 
 
 def _alternatives(
@@ -190,7 +166,7 @@ def _alternatives(
         yield {key: value}
     for suggestion in suggestions.smaller_degrees(mesh, dimension.name):
         smaller = Mesh.parse(suggestion["mesh"])
-        if not any(dimension_faults(smaller, model, parallel, mesh_axis=dimension.name)):
+        if not any(layout.dimension_faults(smaller, model, parallel, mesh_axis=dimension.name)):
             yield suggestion
 
 

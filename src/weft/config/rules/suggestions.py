@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from weft.config.checks import Suggestion
-from weft.config.layout_rules import MOST_MICROBATCHES, schedule_takes_sizes
+from weft.config.rules.checks import Suggestion
+from weft.config.rules.layout import MOST_MICROBATCHES, schedule_takes_sizes
 from weft.config.schema import BatchConfig, PipelineConfig
 from weft.core.dimension import (
     data_axis,
