@@ -110,7 +110,8 @@ def _with_axes(run: Run) -> tuple[Run, list[str]]:
     proposal = propose(family, run.model, plan, with_table=with_table)
     table = dict(proposal.table)
     for alias, owner in family.ties(run.model).items():  # a table of a user has one row for both
-        table |= {alias: proposal.table[pattern] for pattern in rows_of(owner, proposal.table)}
+        for pattern in rows_of(owner, proposal.table):
+            table[alias] = proposal.table[pattern]
     text = axes_text(table)
     whole = [
         f"whole on every rank: {part}: {reason.partition(' Fix: ')[0]}"
