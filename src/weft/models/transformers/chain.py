@@ -12,6 +12,7 @@ A forward ends where its block does: the part raises `BlockDone`, which the bloc
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -287,12 +288,22 @@ def blocks_of_model(
     return chain
 
 
+STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
 def _copied(
     module: nn.Module, layers: str, places: nn.ModuleList, holds: frozenset[str], path: str = ""
 ) -> nn.Module:
     """A copy of the model that shares what it keeps: other layers, and stubs for what it does not hold."""
     new = copy.copy(module)
     new._modules = {}
+    for name in STATE_HOOKS:  # methods of the whole model, whose copy would hold every layer
+        setattr(new, name, OrderedDict())
     for name, child in module._modules.items():
         below = f"{path}.{name}" if path else name
         if below == layers:
