@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from weft.core.model_config import ModelConfig
 from weft.errors import type_and_message
 from weft.models import Family
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout_mode import run_block
-from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
+from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, example, meta_blocks
-from weft.parallel.autograd.tree import tensors_in
 from weft.prove.bounds import FACTOR
+from weft.train.casts import Casts, eps
 
 MOST_COLUMNS = 64
 """Of the sequences that the model runs on, where it takes them."""
@@ -43,38 +41,6 @@ class InnerPrecision:
     def rounding(self, num_blocks: int) -> float:
         """How far two orders of computation move a result of so many blocks: a rounding a block."""
         return 0.0 if self.dtype is None else FACTOR * num_blocks * torch.finfo(self.dtype).eps
-
-
-@uncompiled_mode
-class _Casts(TorchDispatchMode):
-    """Finds the coarsest number type of results of finer operands that depend on parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.coarsest: torch.dtype | None = None
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Called by torch for every operation."""
-        used = {x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()}
-        if len(used) > 1 and func.overloadpacket in flop_registry:
-            names = " and ".join(sorted(map(str, used)))  # the meta device computes it all the same
-            raise TypeError(f"a product of {names}")
-        out = func(*args, **(kwargs or {}))
-        trained = [x.dtype for x in tensors_in((args, kwargs)) if x.requires_grad]
-        for x in tensors_in(out):
-            if trained and x.is_floating_point() and _eps(x.dtype) > max(map(_eps, trained)):
-                self.coarsest = max(self.coarsest or x.dtype, x.dtype, key=_eps)
-        return out
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def inner_precision(
@@ -103,14 +69,14 @@ def _run(
         x: Any = batch.inputs
         found = InnerPrecision()
         for name, block in blocks.items():
-            casts = _Casts()
+            casts = Casts()
             try:
                 with casts:
                     x = activation_of(run_block(name, block, x, batch))
             except Exception as error:
                 raise _BlockError(name) from error
             if casts.coarsest is not None:
-                coarsest = max(casts.coarsest, found.dtype or casts.coarsest, key=_eps)
+                coarsest = max(casts.coarsest, found.dtype or casts.coarsest, key=eps)
                 found = InnerPrecision(coarsest, found.block or name)
         return found
 

@@ -15,8 +15,11 @@ from weft.models.common.buffer_updates import evaluating, updates_buffers
 from weft.models.common.dropout_mode import run_block
 from weft.models.user_family import LOSS
 from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.train.casts import Casts, eps
 from weft.train.model_effects import NO_DRAWS, Pure, check_scalar
 
+ROUNDINGS = 64
+"""Of a type that a model casts to: as far apart are numbers of another order of computation."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
@@ -51,13 +54,18 @@ class RowParts:
 
 @dataclass(frozen=True)
 class BlockTrial:
-    """One block with values, and the batch that it can run on."""
+    """One block with values, and the batch that it can run on.
+
+    Attributes:
+        casts: those of the blocks so far.
+    """
 
     pure: Pure
     name: str
     block: nn.Module
     batch: Batch
     sizes: TrialSizes
+    casts: Casts
 
     @property
     def label(self) -> str:
@@ -71,7 +79,7 @@ class BlockTrial:
             PlanError: it computes other numbers on other layouts.
         """
         whole = self.pure(self.name, self.block, x.whole, self.batch)
-        self._check_same(whole, self._run(x.whole, self.batch))
+        self._check_same(whole, self._run_noting_casts(x.whole))
         blocks = {self.name: self.block}
         if not updates_buffers(blocks):
             return self._run_rows(whole, x, extra, is_last=is_last)
@@ -105,6 +113,18 @@ class BlockTrial:
         elif self.name != LOSS:
             self._check_rows(out)
         return out, extra
+
+    def _run_noting_casts(self, x: Any) -> Any:
+        """The output; parameters are trained meanwhile, as what depends on them is noted."""
+        trained = [param for param in self.block.parameters() if param.is_floating_point()]
+        try:
+            for param in trained:
+                param.requires_grad_(True)
+            with torch.enable_grad(), self.casts:
+                return self._run(x, self.batch)
+        finally:
+            for param in trained:
+                param.requires_grad_(False)
 
     def _run(self, x: Any, batch: Batch) -> Any:
         return run_block(self.name, self.block, x, batch)
@@ -172,7 +192,9 @@ class BlockTrial:
             return False
         error = (wide_got - wide_want).abs().max()
         scale = wide_want.abs().max().clamp(min=1.0)
-        tolerance = max(TOLERANCES[self.sizes.dtype], TOLERANCES.get(want.dtype, 0.0))
+        tolerance = TOLERANCES[self.sizes.dtype]
+        if self.casts.coarsest is not None:
+            tolerance = max(tolerance, ROUNDINGS * eps(self.casts.coarsest))
         is_close = float(error / scale) <= tolerance
         return not is_close
 

@@ -45,6 +45,7 @@ from weft.parallel.model.block_values import fill, kind_of, num_computed_entries
 from weft.parallel.model.executed_code import ExecutedCode
 from weft.parallel.model.token_ids import SEED, draw_ids
 from weft.train.block_trial import BlockTrial, RowParts, TrialSizes
+from weft.train.casts import Casts
 from weft.train.init_from import meta_modules
 from weft.train.model_effects import Pure
 
@@ -151,6 +152,7 @@ class Trial:
         blocks = meta_modules(lambda: self.family.blocks(self.config))
         x = RowParts.of(batch.inputs)
         extra = RowParts(0.0, 0.0, 0.0)
+        casts = Casts()
         without_values: dict[str, nn.Module] = {}
         left = MOST_ALL
         seen: set[object] = set()
@@ -164,7 +166,7 @@ class Trial:
             seen.add(kind)
             left -= num_entries
             self._fill(name, block, sizes.dtype)
-            trial = BlockTrial(self.pure, name, block, batch, sizes)
+            trial = BlockTrial(self.pure, name, block, batch, sizes, casts)
             with torch.no_grad(), code:
                 x, extra = trial.run(x, extra, is_last=not blocks)
         return code
