@@ -1,4 +1,4 @@
-"""Checks of `lora.targets` and `lora.rank`."""
+"""Checks of `lora.targets`, `lora.rank` and `lora.quantize`."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ def test_names_of_linears_are_accepted() -> None:
 
 def test_the_rank_is_at_most_the_smaller_side() -> None:
     assert fixes("--lora.rank", "65", "--lora.targets", "k") == ["--lora.rank 8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("--lora.rank", "0"), "--lora.rank 8, or --lora.quantize none"),
+        (("--model.ffn", "353"), "--lora.quantize none"),
+        (
+            ("--model.name", "hf:phi3", "--mesh", "tp2"),
+            "a mesh with dp, pp or parallel.zero 3 in its place, or a family of weft's own",
+        ),
+    ],
+    ids=["all weights are trained", "odd", "hf"],
+)
+def test_weights_in_4_bits_are_frozen_even_and_of_known_axes(
+    words: tuple[str, ...], fix: str
+) -> None:
+    assert fixes("--lora.quantize", "nf4", *words) == [fix]
+
+
+def test_weights_in_4_bits_are_accepted() -> None:
+    assert fixes("--lora.quantize", "nf4", "--mesh", "tp2") == []
+    assert fixes("--lora.quantize", "nf4", "--model.name", "hf:phi3", "--mesh", "pp2") == []

@@ -70,6 +70,14 @@ def test_losses_of_pairs_have_no_finding(loss: str) -> None:
     assert certificate.verdict == "agrees"
 
 
+def test_dequantized_matrices_have_the_types_of_their_parameters() -> None:
+    """Dequantizing writes to them by operations that say nothing of shards."""
+    words = ("--lora.rank", "2", "--lora.quantize", "nf4", "--parallel.zero", "3")
+    certificate = certificate_of((*words, "--mesh", "dp2,tp2"))
+    assert [finding.text for finding in certificate.findings] == []
+    assert certificate.verdict == "agrees"
+
+
 def shared_expert_is_summed_alone(forward: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
     """The shared expert is whole on every rank where its region sums parts."""
     return ops.reduce_from_region(forward(module, x), module.gate.region.comm, "tp")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,32 +13,10 @@ from weft.checkpoint.coverage import coverage_flaw
 from weft.checkpoint.data_file import MappedFile
 from weft.checkpoint.format import Manifest, Piece, Stored
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.quantized import NF4_SECTIONS, DequantizedSource
+from weft.checkpoint.source import Source
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
-
-
-class Source(Protocol):
-    """Stored tensors by global name (`layer17.attn.q.weight`): a section of a checkpoint, a Hugging
-    Face folder, memory.
-    """
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shape of every tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is stored."""
-        ...
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only
-        what is needed.
-
-        Raises:
-            CheckpointError: the bytes are not those that were written; names file and tensor.
-        """
-        ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -67,8 +44,19 @@ class Checkpoint:
         """ "model", "optim/exp_avg", ..."""
         return self.manifest.sections
 
-    def section(self, name: str) -> Section:
-        """The tensors below `name` as a Source, by global parameter name; empty if there are none."""
+    def section(self, name: str) -> Source:
+        """The tensors below `name` as a Source, by global parameter name; empty if there are none.
+        Those of the model that are held in 4 bits are dequantized.
+        """
+        found = self._section(name)
+        packed = tuple(self._section(each) for each in NF4_SECTIONS)
+        if name != "model" or not any(source.stored for source in packed):
+            return found
+        precision = self.manifest.facts.run.get("precision", {})
+        compute: torch.dtype = getattr(torch, precision.get("compute", "float32"))
+        return DequantizedSource(found, packed, compute)
+
+    def _section(self, name: str) -> Section:
         return Section(checkpoint=self, name=name, stored=self.manifest.section(name))
 
     def verify(self, index: int = 0, count: int = 1) -> None:

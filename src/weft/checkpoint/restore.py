@@ -14,10 +14,11 @@ from torch import Tensor
 from weft.checkpoint.folder import FoundCheckpoint, checkpoints
 from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
-from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
+from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.restored_digests import check_digests
 from weft.checkpoint.resume import find_checkpoint, run_folder_of
 from weft.checkpoint.site_sections import inner_section, is_of_sites, stored_section
+from weft.checkpoint.source import Source
 from weft.checkpoint.state import (
     MODEL,
     OPTIMIZER,
@@ -101,7 +102,7 @@ def restore_parameters(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     Raises:
         CheckpointError: as `restore`.
     """
-    load_parameters(state, checkpoint.section(MODEL))
+    _load_parameters(state, checkpoint.section)
     loaded = param_values(state.model, state.grads)
     check_digests(loaded, checkpoint.manifest, state.model.comm)
 
@@ -113,8 +114,12 @@ def load_parameters(state: TrainState, source: Source) -> None:
     Raises:
         CheckpointError: as `restore`, but `source` may hold more tensors than are needed.
     """
+    _load_parameters(state, lambda _: source)
+
+
+def _load_parameters(state: TrainState, section: Callable[[str], Source]) -> None:
     params = param_values(state.model, state.grads)
-    raise_on_all_ranks(state.model.comm, lambda: load_entries(params, lambda _: source))
+    raise_on_all_ranks(state.model.comm, lambda: load_entries(params, section))
     if state.local_updates is not None:
         state.local_updates.reset()
     state.grads.after_optimizer_step()

@@ -54,6 +54,7 @@ SAME_KEYS = (
     "lora.alpha",
     "lora.targets",
     "lora.dora",
+    "lora.quantize",
 )
 """Config keys that must be unchanged. With another seed or batch size the data order would not
 continue.
@@ -278,6 +279,8 @@ def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterato
         current = _value(config, key)
         if stored is None and _value(facts.run, "loss") == "dpo":
             stored = DPO_DEFAULTS.get(key)
+        if key == "lora.quantize" and stored is None:  # of checkpoints of earlier versions
+            stored = "none"
         if stored is not None and stored != current:
             if isinstance(stored, list):
                 words = " ".join(str(item) for item in stored)

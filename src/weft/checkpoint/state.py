@@ -2,6 +2,7 @@
 
     stored name                  content
     model/<parameter>            its values, in the dtype that the optimizer updates
+    nf4/rows/<parameter>         its bytes, of a matrix that is held in 4 bits (checkpoint/quantized.py)
     model/<buffer>               the values of a buffer that training updates
     optim/<key>/<parameter>      optimizer state: of the parameter's shape ("exp_avg"), sums of its
                                  rows or columns ("row_var"), or one number, 0-dim ("step")
@@ -21,12 +22,13 @@ the sites have of their own, and the state of the outer optimizer, are further s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from weft.checkpoint.quantized import NF4_SECTIONS
 from weft.checkpoint.tensor_digest import digest_of_box
 from weft.checkpoint.write_item import Snapshot, WriteItem, snapshot
 from weft.core.axes import Box, span
@@ -37,6 +39,7 @@ from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.site import AXIS as SITE
 from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.quantized_group import QuantizedGroup
 
 MODEL = "model"
 OPTIMIZER = "optim"
@@ -85,7 +88,8 @@ class TrainState:
         """
         names = {f"{MODEL}/{name}" for name in self.model.buffer_records.buffers()}
         for name, shard in self.model.shards.items():
-            names.add(f"{MODEL}/{shard.owner}")
+            dim = self.model.quantized.get(name)
+            names.add(f"{MODEL if dim is None else NF4_SECTIONS[dim]}/{shard.owner}")
             for key in self.optimizer_keys.get(name, ()):
                 section = self.own_section(f"{OPTIMIZER}/{key}")
                 names.add(f"{section}/{shard.owner}")
@@ -112,6 +116,7 @@ class ParamState:
         replica: index of this rank among them.
         is_alias: whether another rank holds the same parameter under its owner's name.
         min_shared_entries: of a piece whose writing replicas share.
+        matrix: of the bytes of a matrix that is held in 4 bits: makes its entries, in float32.
     """
 
     param: ParamShard
@@ -124,6 +129,7 @@ class ParamState:
     replica: int
     is_alias: bool
     min_shared_entries: int = MIN_SHARED_ENTRIES
+    matrix: Callable[[], ParamState] | None = None
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -206,6 +212,10 @@ class ParamState:
             box = Box((offset + start, *box.lo[1:]), (offset + stop, *box.hi[1:]))
         if start < stop and box.size:
             yield BoxDigest(name, box.size, digest_of_box(values, box), values.dtype)
+
+    def dequantized(self) -> ParamState:
+        """The same with the entries of the parameter, in section "model"."""
+        return self if self.matrix is None else self.matrix()
 
 
 @dataclass(frozen=True)
@@ -346,8 +356,36 @@ def param_values(
                 yield _param_state(
                     model, name, tensors[name], lo=lo, hi=hi, sharded_axes=sharded_axes
                 )
+        elif name in grads.quantized:
+            if grads.quantized[name].packed[name].numel():
+                yield _quantized_state(model, name, grads.quantized[name])
         elif not param.requires_grad:
             yield _param_state(model, name, param, lo=0, hi=param.numel())
+
+
+def _quantized_state(model: ParallelModel, name: str, group: QuantizedGroup) -> ParamState:
+    """The bytes of this rank's lines of a matrix."""
+    shard = model.shards[name]
+    lines = group.shard_of_lines(shard)
+
+    def matrix() -> ParamState:
+        return replace(
+            state,
+            param=lines,
+            hi=lines.shard.size,
+            tensors={MODEL: group.dequantized(name)},
+            matrix=None,
+        )
+
+    packed = group.packed[name]
+    of_matrix = _param_state(model, name, packed, lo=0, hi=packed.numel(), sharded_axes=group.axes)
+    state = replace(
+        of_matrix,
+        param=group.shard_of_bytes(shard),
+        tensors={NF4_SECTIONS[group.dims[name]]: packed},
+        matrix=matrix,
+    )
+    return state
 
 
 def _buffer_states(model: ParallelModel) -> Iterator[ParamState]:

@@ -38,6 +38,12 @@ class ExportOptions(ConfigSection):
     adapters: bool = Field(
         False, description="adapters alone, in PEFT's layout; else they are merged into the model"
     )
+    merge: tuple[str, ...] = Field(
+        (), description="further runs on the same base, whose adapters are added to those of RUN"
+    )
+    weights: tuple[float, ...] = Field(
+        (), description="weights of the adapters of RUN and of merge in the sum; nothing: all 1"
+    )
     compare: bool = Field(
         True, description="end with a comparison with transformers, where it is installed"
     )
@@ -57,6 +63,9 @@ def export(words: Sequence[str]) -> int:
     if options.adapters and not source.run.lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
+    others = tuple(find_exportable(word).path for word in options.merge)
+    for path in others:
+        check_stored_bytes(path)
     read_sidecars(sidecar_folders(source))
     notes = list(source.notes)
     if not options.adapters:
@@ -64,12 +73,15 @@ def export(words: Sequence[str]) -> int:
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.hf.export_hf import (
+        Merge,
         export_adapters,
         export_hf,
     )  # imports torch, and so comes after all checks
 
+    merge = Merge(others, options.weights)
     if options.adapters:
-        return print_result(export_adapters(source.path, folder, base=source.run.model.from_hf))
+        base = source.run.model.from_hf
+        return print_result(export_adapters(source.path, folder, base=base, merge=merge))
     result = export_hf(
         source.path,
         folder,
@@ -77,6 +89,7 @@ def export(words: Sequence[str]) -> int:
         max_shard_bytes=options.max_shard_bytes,
         sidecar_folders=tuple(sidecar_folders(source)),
         compares=options.compare,
+        merge=merge,
     )
     print_result("\n".join(result.lines))
     return EXIT_OK if result.is_equal else EXIT_FAILED

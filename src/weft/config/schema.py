@@ -440,6 +440,10 @@ class LoraConfig(ConfigSection):
     dora: bool = Field(
         False, description="DoRA: a trained magnitude for each output of an adapted linear"
     )
+    quantize: Literal["none", "nf4"] = Field(
+        "none",
+        description="how the frozen linears are held: as computed with, or nf4: in 4.5 bits a weight (QLoRA)",
+    )
     base: str | None = Field(
         None,
         description="run or checkpoint whose parameters are frozen; None: model.from_hf, or random initial values",

@@ -35,6 +35,8 @@ VOCAB = 256
 MOST_MULTIPLES = 24
 HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+LEAST_QUANTIZED_DIM = 96
+"""Width of a model whose linears are held in 4 bits: a line has more than one block of 64."""
 SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 NUM_MICRO = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 DOCUMENT_SEQ_LEN = 32
@@ -179,8 +181,10 @@ def _head_choices(run: Run, *, at_least: int = 1) -> Iterator[dict[str, Any]]:
     if "dim" not in sizes:
         return
     largest_dim = sizes["dim"]
+    least_dim = LEAST_QUANTIZED_DIM if run.lora.quantize == "nf4" else 0
+    dims = [dim for dim in DIMS if least_dim <= dim <= largest_dim]
     if "heads" not in sizes:
-        for dim in DIMS:
+        for dim in dims:
             if dim < largest_dim and at_least <= 1:
                 yield {"dim": dim}
         return
@@ -197,9 +201,8 @@ def _head_choices(run: Run, *, at_least: int = 1) -> Iterator[dict[str, Any]]:
         heads = {"heads": num_heads}
         if "kv_heads" in sizes:
             heads["kv_heads"] = kv_heads
-        for dim in DIMS:
-            has_changed = dim < largest_dim or num_heads < most_heads
-            if dim <= largest_dim and has_changed:
+        for dim in dims:
+            if dim < largest_dim or num_heads < most_heads:
                 yield {**heads, "dim": dim}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import restore
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.model_config import ModelConfig

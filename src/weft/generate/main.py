@@ -10,7 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
-from weft.checkpoint.read import Source, open_checkpoint
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.config.command_options import json_writer
 from weft.config.schema import DataConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.config.hf.mapping import SCORE
 from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear
 from weft.config.schema import LoraConfig

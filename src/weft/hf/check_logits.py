@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.core.axes import Box
 from weft.core.machine_memory import available_bytes
 from weft.core.model_config import ModelConfig

@@ -10,14 +10,17 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.format import Facts
-from weft.checkpoint.read import Source, open_checkpoint
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.lora import adapted_linears
+from weft.config.schema import LoraConfig
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, counted
 from weft.hf.adapters import merge_adapters, stored_lora, write_adapters
 from weft.hf.check_logits import NOT_COMPARED, compare_logits
+from weft.hf.combined_adapters import combine
 from weft.hf.import_hf import TransferResult, count_params
 from weft.hf.match import mapping_of
 from weft.hf.peft import unexpected_keys
@@ -30,13 +33,35 @@ from weft.view.quantity import memory
 
 @dataclass(frozen=True)
 class _StoredModel:
-    """A checkpoint's model without adapters (merged where it has some), its config, and the
-    checkpoint's facts.
+    """A checkpoint's model, its config, and the checkpoint's facts.
+
+    Attributes:
+        source: without adapters: they are merged where it has some.
+        with_adapters: as they are stored, or the sum of those of several runs.
+        lora: config of these adapters.
     """
 
     source: Source
+    with_adapters: Source
+    lora: LoraConfig
     cfg: ModelConfig
     facts: Facts
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Whose adapters are added to those of a checkpoint.
+
+    Attributes:
+        others: further checkpoints.
+        weights: of the checkpoint and of these; none: all 1.
+    """
+
+    others: tuple[Path, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+ALONE = Merge()
 
 
 def export_hf(
@@ -47,6 +72,7 @@ def export_hf(
     max_shard_bytes: int,
     sidecar_folders: Iterable[Path],
     compares: bool,
+    merge: Merge = ALONE,
 ) -> TransferResult:
     """Write a Hugging Face folder of a checkpoint; adapters are merged.
 
@@ -60,7 +86,7 @@ def export_hf(
             error occurs.
     """
     reject_existing(folder)
-    model = _open_model(checkpoint)
+    model = _open_model(checkpoint, merge)
     source = model.source
     cfg = model.cfg
     texts = read_sidecars(sidecar_folders)
@@ -87,7 +113,9 @@ def export_hf(
     return TransferResult(lines=(line, str(comparison)), is_equal=comparison.is_equal)
 
 
-def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
+def export_adapters(
+    checkpoint: Path, folder: Path, *, base: str | None, merge: Merge = ALONE
+) -> str:
     """Write a checkpoint's adapters alone, in PEFT's layout; returns a report for the user.
 
     Args:
@@ -97,10 +125,9 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
         CheckpointError: it has none, or the folder exists already.
     """
     reject_existing(folder)
-    model = _open_model(checkpoint)
-    lora = stored_lora(model.facts)
-    stored = open_checkpoint(checkpoint).section("model")
-    write_adapters(folder, stored, cfg=model.cfg, lora=lora, base=base)
+    model = _open_model(checkpoint, merge)
+    lora = model.lora
+    write_adapters(folder, model.with_adapters, cfg=model.cfg, lora=lora, base=base)
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
     report = f"{folder}: adapters of rank {lora.rank} on {counted(num_linears, 'linear')}"
     unexpected = unexpected_keys(model.cfg, lora)
@@ -112,10 +139,14 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     return report
 
 
-def _open_model(path: Path) -> _StoredModel:
+def _open_model(path: Path, merge: Merge) -> _StoredModel:
     checkpoint = open_checkpoint(path)
     facts = checkpoint.manifest.facts
     config_type = FAMILIES[facts.family].Config
     cfg = config_type.model_validate_json(json.dumps(facts.architecture))
-    source = merge_adapters(checkpoint.section("model"), stored_lora(facts))
-    return _StoredModel(source=source, cfg=cfg, facts=facts)
+    stored: Source = checkpoint.section("model")
+    lora = stored_lora(facts)
+    if merge != ALONE:
+        combined = combine((path, *merge.others), merge.weights)
+        stored, lora = combined, combined.lora
+    return _StoredModel(merge_adapters(stored, lora), stored, lora, cfg, facts)

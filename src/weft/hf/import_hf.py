@@ -9,7 +9,7 @@ from pathlib import Path
 from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.folder import FOLDER, checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts, Manifest
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import WriteItem
 from weft.config.schema import ModelSection

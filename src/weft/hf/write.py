@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.disk import new_folder, write_whole
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import DTYPES, INDEX, SINGLE_FILE
 from weft.core.axes import Box

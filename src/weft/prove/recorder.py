@@ -337,7 +337,8 @@ class Recorder:
 
     def record_state(self, number: int, *, moments: Phase, params: Phase) -> None:
         """Record parameters and optimizer state after step `number`."""
-        for local in param_states(self.step.state()):
+        for stored in param_states(self.step.state()):
+            local = stored.dequantized()
             owner = local.param.owner
             place = FlatPlace(local.boxes)
             for section, tensor in local.tensors.items():

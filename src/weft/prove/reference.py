@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.core.axes import Box
 from weft.data.order import Ints
 from weft.models import Family
@@ -25,6 +25,7 @@ from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_buffers import PlainBuffers
+from weft.prove.plain_nf4 import quantized_plainly
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import (
     LOSS,
@@ -154,8 +155,13 @@ class Reference:
             else:
                 values[name] = torch.empty(param.shape, dtype=self.types.params)
                 drawn[name] = values[name]
-        init_params(drawn, family.init(self.task.model), seed=self.task.seed)
-        return values
+        model = self.task.model
+        init_params(drawn, family.init(model), seed=self.task.seed)
+        quantize = self.task.quantize
+        return {
+            name: quantized_plainly(name, value, family, model, quantize=quantize)
+            for name, value in values.items()
+        }
 
     def _module_dtype(self, name: str) -> torch.dtype:
         """Biases of routers stay in the dtype of parameters, all others are cast."""

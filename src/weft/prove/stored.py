@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from weft.checkpoint.quantized import NF4_SECTIONS
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import newest_path
 from weft.checkpoint.state import MODEL
@@ -33,6 +34,8 @@ def stored_tensors(run_folder: Path) -> Iterator[tuple[str, str, Tensor]]:
     assert path is not None, "the run has saved"
     checkpoint = open_checkpoint(path)
     for section_name in checkpoint.sections:
+        if section_name in NF4_SECTIONS:  # the model is read from them
+            continue
         section = checkpoint.section(section_name)
         key = section_name.partition("/")[2]
         for owner, shape in section.shapes.items():

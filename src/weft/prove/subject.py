@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.config.changed_runs import command_of, in_float64, inside_site
 from weft.config.other_layouts import on_mesh
@@ -75,6 +75,7 @@ class Task:
         loss: which one.
         dpo: constants of the loss of preference pairs; None: another loss.
         has_token_losses: whether heads hand on the losses of targets, not logits.
+        quantize: how frozen linears are held, as `lora.quantize`.
         first_unclipped: step from which the largest gradient norm is so large that nothing is
             clipped, so that a proof compares both cases; None: none.
     """
@@ -91,6 +92,7 @@ class Task:
     loss: LossName = "cross_entropy"
     dpo: DpoConfig | None = None
     has_token_losses: bool = False
+    quantize: str = "none"
     first_unclipped: int | None = None
 
     def clip_of(self, step: int) -> float:
@@ -107,6 +109,7 @@ class LiveTask:
     Attributes:
         family: with adapters and the loss of the run.
         base: run with the parameters that adapters extend, as `lora.base`.
+        quantize: how frozen linears are held, as `lora.quantize`.
         repeat: returns the command that compares the first step of the run tensor by tensor.
     """
 
@@ -116,6 +119,7 @@ class LiveTask:
     seq_len: int
     seed: int
     base: str | None
+    quantize: str
     optim: OptimConfig
     repeat: Callable[[], str]
 
@@ -129,6 +133,7 @@ class LiveTask:
             seq_len=run.data.seq_len,
             seed=run.seed,
             base=run.lora.base,
+            quantize=run.lora.quantize,
             optim=run.optim,
             repeat=partial(command_of, run, FAMILIES, steps=1),
         )
@@ -305,6 +310,7 @@ class Subject:
             loss=run.loss,
             dpo=run.dpo if run.loss == DPO else None,
             has_token_losses=has_chunked_losses(run),
+            quantize=run.lora.quantize,
             first_unclipped=self.first_unclipped,
         )
 

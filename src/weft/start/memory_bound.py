@@ -22,6 +22,8 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 """Files with the limit of a container, of control groups 2 and 1."""
 STATES = {"adamw": 2, "lion": 1, "muon": 1}
 """Numbers that an optimizer keeps for a parameter, at least."""
+NF4_BYTES = 4.5 / 8
+"""Bytes of a weight in 4 bits."""
 LEAST_KEPT = 8
 """Tensors of the size of a block's output that its backward needs, at least."""
 
@@ -76,9 +78,10 @@ class StateBytes:
         size = NUM_BYTES[run.precision.params]
         gradient_size = min(size, NUM_BYTES[run.precision.compute])
         is_trained = not run.lora.rank
+        weight_size = NF4_BYTES if run.lora.quantize == "nf4" else size
         states = STATES.get(run.optim.name, 0)
         return StateBytes(
-            weights=size * (once if zero == 3 else on_all),
+            weights=weight_size * (once if zero == 3 else on_all),
             gradients=is_trained * gradient_size * (once if zero >= 2 else on_all),
             optimizer=is_trained * states * size * (once if zero >= 1 else on_all),
         )

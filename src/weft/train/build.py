@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.config.schema import (
     BatchConfig,
@@ -31,6 +31,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import example_of
 from weft.models.common.lora import adapted
 from weft.models.common.neftune import noisy
+from weft.models.common.nf4 import quantized_matrices
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
@@ -61,8 +62,8 @@ def build_model(
 ) -> ParallelModel:
     """This rank's shards of the model; the whole model is never in memory.
 
-    Parameters have their initial values, except under ZeRO 3: there `model.materialize` initialises
-    them block by block.
+    Parameters have their initial values, except under ZeRO 3 and those that are held in 4 bits:
+    these `model.materialize` initialises block by block.
 
     Args:
         source: holds initial values; parameters that it does not hold are drawn.
@@ -93,9 +94,11 @@ def build_model(
         if source:
             initialize_from(source, model, stored_names, device=comm.device, dtype=dtype)
 
+    dims = quantized_matrices(family, config)
+    quantized = {name: dims[name] for name in model.params if name in dims}
     if plan.zero < 3:
-        initialize(tuple(model.params))
-    return replace(model, materialize=initialize)
+        initialize([name for name in model.params if name not in quantized])
+    return replace(model, materialize=initialize, quantized=quantized)
 
 
 def family_of(model: ModelSection, lora: LoraConfig, *, neftune: float = 0.0) -> Family:

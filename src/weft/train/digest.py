@@ -209,6 +209,8 @@ class StateDigests:
         holds_copies = plan.zero in (1, 2) or plan.params != plan.compute
         if holds_copies and plan.zero < 3:
             for name, param in model.params.items():
+                if name in model.quantized:  # freed between uses
+                    continue
                 axes = self._axes_without(model.shards[name].shard_axes)
                 yield ReplicatedTensor(name=f"compute/{name}", axes=axes, tensor=param)
         sharded = {axis for shard in model.shards.values() for axis in shard.shard_axes}

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weft.checkpoint.read import Source, open_checkpoint
+from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.resume import find_checkpoint
+from weft.checkpoint.source import Source
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.adapters import merge_adapters, stored_lora

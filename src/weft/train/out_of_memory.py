@@ -63,8 +63,7 @@ def held_bytes(step: TrainStep) -> dict[str, int]:
     params: list[Tensor] = list(step.model.params.values())
     gradients = [param.grad for param in params if param.grad is not None]
     for group in grads.groups:
-        if group.sharded_param is not None:
-            params.append(group.sharded_param)
+        params += group.held
         held = (group.unsharded_grad, group.sharded_grad)
         gradients += [grad for grad in held if grad is not None]
     states: list[Tensor] = []

@@ -119,7 +119,8 @@ def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> 
     num_linears = len(adapted_linears(lora.targets, model.linears()))
     linears = counted(num_linears, "linear")
     magnitudes = " with magnitudes" if lora.dora else ""
-    return f"{text}; trains only adapters{magnitudes} of rank {lora.rank} on {linears}"
+    base = ", the base in NF4" if lora.quantize == "nf4" else ""
+    return f"{text}; trains only adapters{magnitudes} of rank {lora.rank} on {linears}{base}"
 
 
 def optimizer_group_notes(step: TrainStep, optim: OptimConfig) -> Iterator[Event]:

@@ -106,6 +106,9 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(sections.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(sections.rank_is_low, run.lora, model)),
         Check(
+            ("lora", "model", "mesh"), partial(sections.base_is_quantizable, run.lora, model, mesh)
+        ),
+        Check(
             ("profile", "steps"), partial(sections.profile_faults, run.profile, num_steps=run.steps)
         ),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),

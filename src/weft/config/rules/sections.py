@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from weft.config.alert_keys import IN_VARIABLE, URL, VARIABLE
 from weft.config.hardware import Hardware, find_hardware
+from weft.config.hf.architectures import is_architecture_name
 from weft.config.lora import DEFAULT_RANK, adapted_linears, matches
 from weft.config.profiled_steps import KEY as PROFILE
 from weft.config.profiled_steps import MOST_STEPS, profiled_steps
@@ -20,6 +21,8 @@ from weft.config.schema import (
     PrecisionConfig,
     SaveConfig,
 )
+from weft.core.dimension import activation_axes
+from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.errors import ConfigError, Fault, did_you_mean
@@ -221,6 +224,29 @@ def rank_is_low(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
             need=f"at most {limit}",
             fix=f"--lora.rank {min(DEFAULT_RANK, limit)}",
         )
+
+
+def base_is_quantizable(lora: LoraConfig, model: ModelConfig, mesh: Mesh) -> Iterable[Fault]:
+    """Weights that are held in 4 bits are frozen, and have an even number of features: two share a
+    byte. Which linears of an architecture of transformers tensor parallelism shards by their inputs
+    is found for each mesh, so there blocks run along rows, which tp would cut.
+    """
+    if lora.quantize == "none":
+        return
+    if not lora.rank:
+        what = "holds frozen weights, and lora.rank is 0: all of them are trained"
+        fix = f"--lora.rank {DEFAULT_RANK}, or --lora.quantize none"
+        yield Fault("lora.quantize", what, got=repr(lora.quantize), fix=fix)
+    if is_architecture_name(model.family) and mesh.degree(activation_axes()) > 1:
+        what = f"is not supported for {model.family} under tp, which would cut blocks of 64"
+        fix = "a mesh with dp, pp or parallel.zero 3 in its place, or a family of weft's own"
+        yield Fault("lora.quantize", what, got=str(mesh), fix=fix)
+    for name, (out_features, in_features) in model.linears().items():
+        if out_features % 2 or in_features % 2:
+            what = f"packs two entries in a byte, and {name} has an odd number of features"
+            got = f"{in_features} in, {out_features} out"
+            yield Fault("lora.quantize", what, got=got, fix="--lora.quantize none")
+            return
 
 
 def profile_faults(text: str | None, *, num_steps: int) -> Iterator[Fault]:

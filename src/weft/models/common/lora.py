@@ -35,6 +35,7 @@ from weft.models import Family, builders_of
 from weft.models.common.layers import ScoreHead
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.moe import Router
+from weft.models.common.nf4 import block_dims
 
 FACTORS = ("lora_a", "lora_b")
 MAGNITUDE = "lora_magnitude"
@@ -228,6 +229,10 @@ class AdaptedFamily:
             axes[linear + LORA_B] = (out_axis, "rank")
             axes[linear + LORA_M] = (out_axis,)
         return axes
+
+    def quantized(self, cfg: Any) -> dict[str, int]:
+        """Weights that are held in 4 bits -> dim along which their blocks run."""
+        return block_dims(self.plain, cfg) if self.lora.quantize == "nf4" else {}
 
     def ties(self, cfg: Any) -> dict[str, str]:
         """The plain family's."""

@@ -95,6 +95,7 @@ class ParallelModel:
             them their starting values.
         buffer_records: of the modules here whose training forward updates buffers; none before
             `weft.parallel.model.recorded_buffers.with_records`.
+        quantized: frozen matrices here that are held in 4 bits -> dim along which their blocks run.
     """
 
     plan: Plan
@@ -106,6 +107,7 @@ class ParallelModel:
     cross_stage_ties: tuple[CrossStageTie, ...]
     materialize: Callable[[Sequence[str]], None] = lambda names: None
     buffer_records: BufferRecords = field(default_factory=BufferRecords)
+    quantized: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> dict[str, nn.Module]:

@@ -42,6 +42,7 @@ from weft.core.mesh import Axis
 from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.quantized_group import QuantizedGroup
 from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
 
 
@@ -65,6 +66,7 @@ class GradientReducer:
             one-dimensional, `.grad` set.
         frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between
             steps.
+        quantized: matrices that are held in 4 bits -> their group.
         shard_axes: mesh axes over which the entries of each parameter are sharded.
         shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in
             its tensor: (start, stop).
@@ -94,6 +96,7 @@ class GradientReducer:
         self.ungrouped = dict(ungrouped or {})
         self.sharded_params: dict[str, Tensor] = {}
         self.frozen_shards: dict[str, Tensor] = {}
+        self.quantized: dict[str, QuantizedGroup] = {}
         self.shard_axes: dict[str, tuple[str, ...]] = {}
         self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.arrived: set[str] = set()
@@ -135,7 +138,9 @@ class GradientReducer:
     def _register_shards(self, group: ParamGroup) -> None:
         policy = group.policy
         held: dict[str, Tensor] = {}
-        if not group.is_trained:
+        if isinstance(group, QuantizedGroup):
+            self.quantized.update(dict.fromkeys(group.params, group))
+        elif not group.is_trained:
             if group.reshards and group.sharded_param is not None:
                 held = group.layout.shard_views(group.sharded_param, group.index)
                 self.frozen_shards.update(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.buckets import buckets_of
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.quantized_group import QuantizedGroup
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
 
@@ -31,10 +33,11 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
         fixed_order: whether the bits of gradients are the same for every number of data ranks.
     """
     policy = replace(sharding_policy(model.plan), fixed_order=fixed_order)
+    groups: list[ParamGroup] = [*_quantized_groups(model, policy)]
     if policy.zero == 0:
-        groups = _bucket_groups_of(model, policy)
+        groups += _bucket_groups_of(model, policy)
     else:
-        groups = _block_groups(model, policy)
+        groups += _block_groups(model, policy)
     grouped: set[str] = set()
     for group in groups:
         grouped.update(group.params)
@@ -76,6 +79,29 @@ def sharding_policy(plan: Plan) -> ShardingPolicy:
     )
 
 
+def _quantized_groups(model: ParallelModel, policy: ShardingPolicy) -> Iterator[QuantizedGroup]:
+    """Frozen matrices that are held in 4 bits, block by block: each block's are quantized before
+    those of the next have memory.
+    """
+    of_blocks: dict[tuple[int, str, tuple[str, ...]], list[str]] = {}
+    for name in model.quantized:
+        axes = model.shards[name].reduce_axes if policy.zero == 3 else ()
+        key = (model.stage_of[name], name.partition(".")[0], axes)
+        of_blocks.setdefault(key, []).append(name)
+    stage_counts = _stage_counts(model)
+    for (stage, _, axes), names in of_blocks.items():
+        model.materialize([name for name in names if model.params[name].is_meta])
+        yield QuantizedGroup(
+            {name: model.params[name] for name in names},
+            model.comm,
+            replace(policy, zero=3, params=policy.compute),
+            dims=model.quantized,
+            axes=state_axes(model.comm.mesh, axes).sharded,
+            stage=stage,
+            num_stages=max(stage_counts[name] for name in names),
+        )
+
+
 # ZeRO 0: buckets
 
 
@@ -89,7 +115,7 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
     for name, param in model.params.items():
         if param.requires_grad:
             trained[name] = param
-        elif name in frozen_names:
+        elif name in frozen_names and name not in model.quantized:
             frozen[name] = param
     reduce_axes = {name: shard.reduce_axes for name, shard in model.shards.items()}
     buckets = buckets_of(
@@ -135,14 +161,15 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
     tied = {link.name for link in model.cross_stage_ties}
     members: dict[BlockKey, list[str]] = {}
     for name, param in model.params.items():
-        if not param.requires_grad and name not in frozen:
+        is_frozen = name in frozen and name not in model.quantized
+        if not param.requires_grad and not is_frozen:
             continue
         key = BlockKey(
             stage=model.stage_of[name],
             block=name.partition(".")[0],
             axes=model.shards[name].reduce_axes,
             tied_to_other_rank=name if name in tied else "",
-            is_frozen=name in frozen,
+            is_frozen=is_frozen,
         )
         names = members.setdefault(key, [])
         names.append(name)

@@ -140,6 +140,11 @@ class ParamGroup:
         return self.policy.zero >= ZERO_THAT_GATHERS and self.is_sharded
 
     @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The memory of this rank's values between their uses, where they are in flat memory."""
+        return () if self.sharded_param is None else (self.sharded_param,)
+
+    @property
     def flat(self) -> Tensor | None:
         """The memory of the unsharded parameters; None where each stays in its own."""
         return None if self.unsharded_params is None else self.unsharded_params.flat

@@ -17,7 +17,7 @@ from weft.models.common.experts import Sorting
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert import dispatch
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dims, with_dim
-from weft.parallel.zero import grad_norm, param_group
+from weft.parallel.zero import grad_norm, param_group, quantized_group
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
 from weft.planner.certificate.step_comm import StepComm
 from weft.planner.certificate.tensor_types import TypedPiece
@@ -52,6 +52,7 @@ class WatchedFunctions:
             (step_module, "exact_sum"): self._exact_sum,
             (param_group, "FixedOrderSum"): self._fixed_order_sum,
             (ops, "scatter_to_region"): self._scatter_to_region,
+            (quantized_group, "dequantize_into"): self._dequantize_into,
         }
         before = {}
         for (module, name), change in changes.items():
@@ -167,6 +168,11 @@ class WatchedFunctions:
             is_part = name == axis or one.kind == "sharded"
             found.append(of_dims(with_dim(dims, dim, (part,))) if is_part else _reshaped(one, out))
         return self.mode.set(out, tuple(found))
+
+    def _dequantize_into(self, original: Callable[..., None], *args: Any) -> None:
+        """Frozen matrices are dequantized: they have the types of their parameters."""
+        with self.mode.paused():
+            original(*args)
 
     def _check_loss(self, loss: Tensor) -> None:
         """A loss is summed over all ranks: along data axes it is partial, of copies one is counted."""

@@ -383,8 +383,7 @@ def _params_of_groups(step: TrainStep) -> list[Tensor]:
         unsharded = group.unsharded_params
         if unsharded is not None and id(unsharded.flat) not in gathered:
             found.append(unsharded.flat)
-        if group.sharded_param is not None:
-            found.append(group.sharded_param)
+        found += group.held
     return found
 
 

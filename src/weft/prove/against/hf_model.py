@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.config.hf.mapping import HFMapping
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import list_some

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.config.hf.mapping import HFMapping
 from weft.config.hf.safetensors_files import TensorEntry
 from weft.core.axes import Box

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.config.hf.mapping import HFMapping
 from weft.config.schema import ModelSection
 from weft.core.axes import Box, local_update_axis

@@ -8,12 +8,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.core.dimension import exact_axes
 from weft.core.model_config import InitTable, match_row
 from weft.models.common.init import draw
+from weft.models.common.nf4 import quantized_matrices
+from weft.prove.plain_nf4 import quantized_plainly
 from weft.prove.subject import LiveTask
 
 
@@ -72,6 +74,8 @@ class InitialValues:
 
     def _is_drawn_by_entry(self, owner: str) -> bool:
         is_stored = self._source is not None and owner in self._source.shapes
+        if quantized_matrices(self.task.family, self.task.model).get(owner) == 0:
+            return False  # blocks run along columns, of which a part of the rows says nothing
         return not is_stored and match_row(owner, self._table, title="init")[0] != "own"
 
     def _is_as_defined(self, owner: str, whole: Tensor, box: Box) -> bool:
@@ -83,6 +87,11 @@ class InitialValues:
         return owner not in self.trained and torch.equal(rounded, value)
 
     def _defined(self, owner: str, whole: Tensor, box: Box) -> Tensor:
+        task = self.task
+        value = self._unquantized(owner, whole, box)
+        return quantized_plainly(owner, value, task.family, task.model, quantize=task.quantize)
+
+    def _unquantized(self, owner: str, whole: Tensor, box: Box) -> Tensor:
         source = self._source
         if source is not None and owner in source.shapes:
             return source.read(owner, box).to(whole.device, self.dtype)

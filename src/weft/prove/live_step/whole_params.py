@@ -134,6 +134,7 @@ class WholeParameters:
 
 def _pieces(state: ParamState, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Each box of a whole parameter that this rank holds, and this rank's entries of it."""
+    state = state.dequantized()
     flat = state.tensors[MODEL].detach().reshape(-1)
     found = []
     start = 0

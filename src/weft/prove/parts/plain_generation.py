@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.read import Source
+from weft.checkpoint.source import Source
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.generate.sample import Sampling, TokenPosition, uniform

@@ -1,0 +1,164 @@
+"""NF4: frozen matrices in 4 bits, as quantiles of a normal distribution times the largest entry of each block of 64.
+
+Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3 and appendix E.
+
+Note [Blocks of quantized matrices]
+    A block is 64 neighbours along one dim, counted from the tensor's first entry; the last block of a
+    line may be shorter. The dim is one that no layout shards: along a row for linears whose outputs are
+    sharded over tp (q, k, v, gate, up), along a column for those whose inputs are (o, down). So every
+    block lies on one rank whole, and the quantized shard of a rank is a part of the quantized matrix.
+    In architectures of transformers (`hf:`), whose axes are found where a mesh has tp, all blocks run
+    along rows, and tp is rejected.
+
+        entry = level[code] * absmax of its block, in float32; rounded once to the type of compute
+
+    The entry of the largest magnitude has the level 1 or -1, so quantizing what was dequantized yields
+    the same codes and the same absmax: a checkpoint that is read entry by entry is resumed bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.config.hf.architectures import is_architecture_name
+from weft.core.model_config import ModelConfig, logical_axes
+from weft.core.shard import first_axes
+from weft.models import Family
+
+BLOCK = 64
+"""Entries that share an absmax."""
+OFFSET = 0.9677083
+"""Quantile of the largest level before all are divided by it: the mean of 1 - 1/30 and 1 - 1/32, to
+the digits of the published levels.
+"""
+CHUNK_ENTRIES, CHUNK_ENTRIES_ON_GPU = 2**18, 2**24
+"""Entries that are packed or unpacked at once, which bounds what is allocated for intermediate results."""
+ABSMAX_BYTES = 4
+BLOCK_BYTES = BLOCK // 2 + ABSMAX_BYTES
+
+
+def nf4_levels() -> Tensor:
+    """The 16 levels in ascending order: 7 negative quantiles, 0, and 8 positive ones, from -1 to 1.
+    Float32 throughout, as where they were published.
+    """
+
+    def positive(count: int) -> list[float]:
+        places = torch.linspace(OFFSET, 0.5, count + 1, dtype=torch.float32, device="cpu")
+        return [NormalDist().inv_cdf(place) for place in places[:-1].tolist()]
+
+    negative = [-value for value in positive(7)]
+    levels = torch.tensor(sorted([*negative, 0.0, *positive(8)]), dtype=torch.float32, device="cpu")
+    return levels / levels[-1]
+
+
+@cache
+def borders() -> tuple[float, ...]:
+    """The means of neighbouring levels: an entry between two of them has the level between them, one on a
+    border the lower level.
+    """
+    levels = nf4_levels()
+    means: list[float] = ((levels[1:] + levels[:-1]) / 2).tolist()
+    return tuple(means)
+
+
+@cache
+def _entries_of_bytes(device: torch.device) -> Tensor:
+    """Both levels of every byte, the high four bits first: [256, 2]."""
+    levels = nf4_levels()
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).to(device)
+
+
+def packed_width(length: int) -> int:
+    """Bytes of a line of `length` entries, an even number: codes, then the absmax of its blocks."""
+    return length // 2 + ABSMAX_BYTES * -(-length // BLOCK)
+
+
+def unpacked_width(num_bytes: int) -> int:
+    """Entries of a line of so many bytes."""
+    return 2 * (num_bytes - ABSMAX_BYTES * -(-num_bytes // BLOCK_BYTES))
+
+
+def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """The shape with another length of one dim."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+@torch.no_grad()
+def pack(matrix: Tensor, *, dim: int) -> Tensor:
+    """A matrix in 4 bits: [lines, bytes], where lines run along `dim`, which has an even length."""
+    lines = matrix.movedim(dim, -1)
+    return torch.cat([_packed(chunk) for chunk in lines.split(_lines_at_once(lines))])
+
+
+def _packed(lines: Tensor) -> Tensor:
+    num_lines, length = lines.shape
+    padded = F.pad(lines.float(), (0, -length % BLOCK)).contiguous()
+    blocks = padded.view(num_lines, -1, BLOCK)
+    absmax = blocks.abs().amax(-1)
+    scaled = blocks / absmax.masked_fill(absmax == 0, 1).unsqueeze(-1)
+    codes = torch.zeros_like(scaled, dtype=torch.uint8)
+    for border in borders():  # a third of the time of torch.bucketize on a CPU
+        codes += scaled > border
+    codes = codes.view(num_lines, -1)[:, :length]
+    pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
+    return torch.cat([pairs, absmax.view(torch.uint8)], 1)
+
+
+@torch.no_grad()
+def unpack_into(matrix: Tensor, packed: Tensor, *, dim: int) -> None:
+    """Write the matrix of `pack`, whose entries are computed in float32."""
+    lines = matrix.movedim(dim, -1)
+    num_lines = _lines_at_once(lines)
+    for chunk, entries in zip(packed.split(num_lines), lines.split(num_lines), strict=True):
+        entries.copy_(_unpacked(chunk))
+
+
+def unpack(packed: Tensor, *, dim: int) -> Tensor:
+    """The matrix of `pack`, in float32."""
+    num_lines, num_bytes = packed.shape
+    shape = (num_lines, unpacked_width(num_bytes))
+    matrix = torch.empty(shape if dim == 1 else shape[::-1], device=packed.device)
+    unpack_into(matrix, packed, dim=dim)
+    return matrix
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    num_lines, num_bytes = packed.shape
+    length = unpacked_width(num_bytes)
+    codes, absmax_bytes = packed.split([length // 2, num_bytes - length // 2], 1)
+    entries = F.embedding(codes.int(), _entries_of_bytes(packed.device)).view(num_lines, length)
+    aligned = absmax_bytes.clone(memory_format=torch.contiguous_format)
+    absmax = aligned.view(torch.float32)
+    of_entries = absmax.unsqueeze(-1).expand(-1, -1, BLOCK).flatten(1)[:, :length]
+    return entries.mul_(of_entries)
+
+
+def _lines_at_once(lines: Tensor) -> int:
+    most = CHUNK_ENTRIES_ON_GPU if lines.is_cuda else CHUNK_ENTRIES
+    return max(1, most // lines.shape[1])
+
+
+def quantized_matrices(family: Family, cfg: ModelConfig) -> Mapping[str, int]:
+    """Global name of each weight that a family holds in 4 bits -> dim along which its blocks run."""
+    names: Mapping[str, int] = getattr(family, "quantized", lambda _: {})(cfg)
+    return names
+
+
+def block_dims(plain: Family, cfg: Any) -> dict[str, int]:
+    """The dims of the blocks of all projections; see Note [Blocks of quantized matrices]."""
+    axes = plain.axes(cfg)
+    sharded = cfg.axis_sizes()
+    found = {}
+    for linear in cfg.linears():
+        name = f"{linear}.weight"
+        out_axis, in_axis = first_axes(logical_axes(name, axes))
+        is_row_parallel = in_axis in sharded and out_axis not in sharded
+        found[name] = 0 if is_row_parallel and not is_architecture_name(cfg.family) else 1
+    return found
