@@ -401,7 +401,8 @@ def _checkpoint_bytes(step: TrainStep) -> float:
     for state in param_states(step.state()):
         if state.is_alias:
             continue
-        num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        tensors = (*state.tensors.values(), *state.of_blocks.values())
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         held += num_bytes / state.num_replicas
     return held
 
