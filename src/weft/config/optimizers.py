@@ -98,7 +98,7 @@ def has_8_bits(optim: OptimConfig, group: OptimGroup, name: str, shape: Sequence
     those of matrices of at least `LEAST_BLOCKS` blocks outside the embedding.
     """
     if group.state_dtype is not None:
-        return group.state_dtype == "8bit"
+        return group.state_dtype == "8bit" and len(shape) > 0
     is_large = math.prod(shape) >= LEAST_BLOCKS * optim.state_block
     is_embedding = fnmatchcase(name.partition(".")[0], EMBEDDINGS)
     return optim.state_dtype == "8bit" and len(shape) >= 2 and is_large and not is_embedding
@@ -142,4 +142,9 @@ def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
             groups.append((group["match"], optimizer, dtype))
         dtypes.append(dtype)
     block = optim.get("state_block") if "8bit" in dtypes else None
-    return {"name": optim.get("name"), "dtype": dtypes[0], "block": block, "groups": groups}
+    return {
+        "name": optim.get("name"),
+        "state_dtype": dtypes[0],
+        "state_block": block,
+        "groups": groups,
+    }

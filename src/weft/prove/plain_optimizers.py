@@ -112,7 +112,7 @@ class PlainOptimizer:
         is_wanted = optim.state_dtype == "8bit" and not name.startswith("embed")
         is_wanted = is_wanted and param.dim() > 1 and param.numel() >= 16 * optim.state_block
         if group.state_dtype is not None:
-            is_wanted = group.state_dtype == "8bit"
+            is_wanted = group.state_dtype == "8bit" and param.dim() > 0
         return optim.state_block if is_wanted else 0
 
     def _group(self, name: str) -> OptimGroup:

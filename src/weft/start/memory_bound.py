@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.config.optimizers import uses_8_bits
 from weft.config.run import Run
 from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import local_update_axes, pipeline_axis
@@ -77,10 +78,11 @@ class StateBytes:
         gradient_size = min(size, NUM_BYTES[run.precision.compute])
         is_trained = not run.lora.rank
         states = STATES.get(run.optim.name, 0)
+        state_size = 1 if uses_8_bits(run.optim) else size
         return StateBytes(
             weights=size * (once if zero == 3 else on_all),
             gradients=is_trained * gradient_size * (once if zero >= 2 else on_all),
-            optimizer=is_trained * states * size * (once if zero >= 1 else on_all),
+            optimizer=is_trained * states * state_size * (once if zero >= 1 else on_all),
         )
 
 

@@ -143,7 +143,11 @@ def make_rule(
             options = optim.options
         else:
             options = {}
-        return make_user_optimizer(name, options)
+        rule = make_user_optimizer(name, options)
+        if settings.state_block and rule.kind == "reductions":
+            what = f"{name} is of the kind reductions, whose states have no 8 bits"
+            raise ConfigError(Fault("optim.state_dtype", what, got="8bit", need="params"))
+        return rule
     if name == "adamw":
         return AdamW(betas=settings.betas, eps=optim.eps, fused=not fixed_order)
     if name == "lion":
