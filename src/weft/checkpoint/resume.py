@@ -238,7 +238,9 @@ def _optimizer_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> I
     current = config["optim"]
     fresh = "--optim.on_change fresh to begin with fresh optimizer state"
     before, now = resume_values(stored), resume_values(current)
-    differing = [name for name in ("name", "state_dtype", "state_block") if before[name] != now[name]]
+    differing = [
+        name for name in ("name", "state_dtype", "state_block") if before[name] != now[name]
+    ]
     if differing:
         key = f"optim.{differing[0]}"
         got = str(current[differing[0]])

@@ -267,7 +267,8 @@ class OptimConfig(ConfigSection):
     momentum: Share = Field(0.9, description="sgd: decay rate of the gradient's sum, 0 to 1")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
     state_dtype: StateDtype = Field(
-        "params", description="states of large matrices outside embed*: as precision.params, or 8bit"
+        "params",
+        description="states of large matrices outside embed*: as precision.params, or 8bit",
     )
     state_block: int = Field(
         256, ge=2, le=MAX_COUNT, description="entries of a row that share the scale of their 8 bits"

@@ -14,7 +14,8 @@ ROWS_AT_ONCE = 256
 
 def rounded_to_8_bits(key: str, values: Tensor, length: int) -> Tensor:
     """States after they were stored: in every `length` entries of a row, the nearest multiple of
-    their largest absolute value, by one of the numbers of `code_values`.
+    their largest absolute value, by one of the numbers of `code_values`; the ratio is rounded to 11
+    bits before, and a middle of two numbers to the smaller magnitude.
     """
     numbers = torch.tensor(code_values(has_sign=key not in NEVER_NEGATIVE), dtype=torch.float64)
     parts = [_nearest(part, numbers) for part in values.split(length, dim=-1)]
@@ -28,8 +29,7 @@ def code_values(*, has_sign: bool) -> list[float]:
     found = [0.0] if has_sign else [1e-7]
     for power in range(7):
         count = (64 if has_sign else 128) >> power
-        for number in range(count):
-            found.append((1 - 0.9 * number / count) * 10.0**-power)
+        found.extend((1 - 0.9 * number / count) * 10.0**-power for number in range(count))
     if has_sign:
         found.extend([-value for value in found if value])
     return sorted(found)
@@ -51,9 +51,11 @@ def decoded(codes: Tensor, largest: Tensor, length: int) -> Tensor:
 def _nearest(block: Tensor, numbers: Tensor) -> Tensor:
     largest = block.abs().amax(-1, keepdim=True).float().double()
     scale = largest.clamp(min=math.ulp(0.0))
-    relative = (block.double() / scale).unsqueeze(-1)
+    eleven_bits = (block.double() / scale * 2.0**15).half().double() / 2.0**15
+    relative = eleven_bits.unsqueeze(-1)
+    preference = 1e-9 * numbers.abs()
     found = [
-        numbers[(numbers - rows).abs().argmin(-1)]
+        numbers[((numbers - rows).abs() + preference).argmin(-1)]
         for rows in relative.flatten(0, -3).split(ROWS_AT_ONCE)
     ]
     return (torch.cat(found).view(block.shape) * largest).to(block.dtype)

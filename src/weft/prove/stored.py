@@ -12,8 +12,8 @@ from weft.checkpoint.saver import newest_path
 from weft.checkpoint.state import MODEL
 from weft.core.axes import Box
 from weft.parallel.zero.state_codes import ABSMAX
-from weft.prove.plain_codes import decoded
 from weft.prove.places import Whole
+from weft.prove.plain_codes import decoded
 from weft.prove.record import Observed, RankRecord, Site
 
 SUFFIX = " as stored"

@@ -92,7 +92,9 @@ def _entries_of(
     def boxes_at(index: int) -> tuple[Box, ...]:
         rank = ranks[index]
         held = held_by(rank)
-        entries = held.layout.overlap(held.layout.spans[place], mesh.index(rank, group_axes)).in_param
+        entries = held.layout.overlap(
+            held.layout.spans[place], mesh.index(rank, group_axes)
+        ).in_param
         return held.shards[place].boxes_of_range(entries.start, entries.stop)
 
     return ParamEntries(

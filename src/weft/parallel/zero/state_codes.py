@@ -9,8 +9,9 @@ Note [Blocks of states]
     value is the maximum over them; which blocks these are follows from the boxes of all ranks.
 
 Note [Codes of states]
-    Values are relative to the largest of their block, and rounded to the nearest value of a map,
-    the smaller one of two. The map is a dynamic exponent, as in dynamic tree quantisation (Dettmers
+    Values are relative to the largest of their block, rounded to 11 bits (so that a table has their
+    codes: 45 ns an entry otherwise, by search, on one core), and then to the nearest value of a map;
+    of two, to the one nearer to 0. The map is a dynamic exponent, as in dynamic tree quantisation (Dettmers
     2015; Dettmers et al. 2021, for optimizers), with ends that make it exact for what it has made:
     each of seven decades 10^-e (e = 0 ... 6) has 2^(6-e) values, evenly up to its end,
 
@@ -36,6 +37,10 @@ from weft.core.axes import Box, blocks_of
 from weft.parallel.zero.param_entries import ParamEntries
 
 DECADES = 7
+SCALE = 2.0**15
+"""Relative values times this are normal numbers of float16."""
+TIE = 1e-9
+"""Numbers of 11 bits may lie in the middle of two values, or are further from it than this share."""
 ABSMAX = "_absmax"
 """Ends the key of the largest values: "exp_avg", "exp_avg_absmax"."""
 SIGNED, UNSIGNED = torch.int8, torch.uint8
@@ -46,24 +51,28 @@ def magnitudes(*, is_signed: bool) -> tuple[float, ...]:
     found = [0.0 if is_signed else 10.0**-DECADES]
     for decade in reversed(range(DECADES)):
         num_values = 2 ** (DECADES - 1 - decade + (not is_signed))
-        for place in range(1, num_values + 1):
-            found.append((0.1 + 0.9 * place / num_values) / 10**decade)
+        places = range(1, num_values + 1)
+        found.extend((0.1 + 0.9 * place / num_values) / 10**decade for place in places)
     return tuple(found)
 
 
 @cache
-def _map(dtype: torch.dtype, values: torch.dtype, device: torch.device) -> Tensor:
+def _values(dtype: torch.dtype, precision: torch.dtype, device: torch.device) -> Tensor:
     """The values of all codes of a dtype, ascending."""
     positive = magnitudes(is_signed=dtype == SIGNED)
     negative = [-value for value in reversed(positive[1:])] if dtype == SIGNED else []
-    return torch.tensor([*negative, *positive], dtype=values, device=device)
+    return torch.tensor([*negative, *positive], dtype=precision, device=device)
 
 
 @cache
-def _bounds(dtype: torch.dtype, values: torch.dtype, device: torch.device) -> Tensor:
-    """The middles between neighbouring values."""
-    codes = _map(dtype, values, device)
-    return (codes[1:] + codes[:-1]) / 2
+def _codes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The codes of all numbers of float16 over `SCALE`, in the order of their bits as int16."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    numbers = bits.view(torch.float16).double().nan_to_num() / SCALE
+    values = _values(dtype, torch.float64, torch.device("cpu"))
+    middles = (values[1:] + values[:-1]) / 2
+    places = torch.bucketize(numbers, middles * (1 + TIE))
+    return (places + _first_code(dtype)).to(dtype).to(device)
 
 
 def _first_code(dtype: torch.dtype) -> int:
@@ -150,20 +159,21 @@ class StateBlocks:
         """Write the codes of values whose blocks have these largest values."""
         # 16 bits would round the quotient to other codes.
         dtype = torch.promote_types(values.dtype, torch.float32)
-        bounds = _bounds(codes.dtype, dtype, values.device)
+        table = _codes(codes.dtype, values.device)
         places = self.entries.views(codes)
         for (box, entries), (_, target), largest in zip(
             self.entries.views(values), places, self._of_boxes(absmax), strict=True
         ):
             scale = largest.where(largest > 0, 1.0).to(dtype).unsqueeze(-1)
             relative = self._in_blocks(box, entries).to(dtype) / scale
-            number = torch.bucketize(relative, bounds, out_int32=True)
-            target.copy_(self._in_rows(box, number.add_(_first_code(codes.dtype))))
+            bits = relative.mul_(SCALE).half().view(torch.int16).int().add_(2**15)
+            found = table.index_select(0, bits.flatten()).view(bits.shape)
+            target.copy_(self._in_rows(box, found))
 
     def decode(self, codes: Tensor, absmax: Tensor, *, dtype: torch.dtype) -> Tensor:
         """The values of codes, of their shape."""
         precise = torch.promote_types(dtype, torch.float32)
-        values = _map(codes.dtype, precise, codes.device)
+        values = _values(codes.dtype, precise, codes.device)
         result = torch.empty_like(codes, dtype=dtype)
         for (box, entries), (_, target), largest in zip(
             self.entries.views(codes),
@@ -195,4 +205,3 @@ class StateBlocks:
         before = box.lo[-1] % self.length
         rows = blocks.flatten(-2)
         return rows[..., before : before + box.shape[-1]]
-
