@@ -20,7 +20,7 @@ from weft.core.mesh import Mesh
 from weft.errors import CheckpointError
 from weft.parallel.zero.matrix_shards import param_entries
 from weft.parallel.zero.param_entries import ParamEntries
-from weft.parallel.zero.state_codes import SIGNED, UNSIGNED, StateBlocks, magnitudes
+from weft.parallel.zero.state_codes import SIGNED, UNSIGNED, StateBlocks, codes_of, values_of
 from weft.prove.plain_codes import code_values, rounded_to_8_bits
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
@@ -48,20 +48,17 @@ def random_values(*, is_signed: bool, dtype: torch.dtype = torch.float64) -> Ten
     return (signs * 10**exponents).to(dtype)
 
 
-@pytest.mark.parametrize("is_signed", [True, False])
-def test_the_map_has_twice_as_many_values_in_each_decade_as_in_the_one_below(
-    is_signed: bool,
-) -> None:
-    found = magnitudes(is_signed=is_signed)
-    assert found[-1] == 1.0
-    assert list(found) == sorted(found)
-    assert len(found) == (128 if is_signed else 255)
-    for decade in range(7):
-        inside = [x for x in found if 1.0001 * 10.0 ** -(decade + 1) < x <= 1.0001 * 10.0**-decade]
-        assert len(inside) == (64 if is_signed else 128) >> decade
-    assert found[0] == (0.0 if is_signed else 1e-7)
-    with_signs = [-x for x in reversed(found[1:])] * is_signed + list(found)
-    assert code_values(has_sign=is_signed) == pytest.approx(with_signs, rel=1e-12)
+def test_codes_stand_for_squares_and_fourth_powers() -> None:
+    signed = torch.arange(-127, 128, dtype=torch.int32).to(SIGNED)
+    unsigned = torch.arange(256, dtype=torch.int32).to(UNSIGNED)
+    for codes in (signed, unsigned):
+        found = values_of(codes, torch.float64)
+        right = code_values(has_sign=codes.dtype == SIGNED)
+        assert found.tolist() == pytest.approx(right, rel=1e-12)
+        assert right[-1] == 1.0
+        assert codes_of(found, codes.dtype)[1:].equal(codes[1:])
+    assert codes_of(torch.zeros(1), UNSIGNED).item() == 1, "no second moment is 0"
+    assert code_values(has_sign=True)[[*range(-127, 128)].index(-64)] == -((64 / 127) ** 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -75,18 +72,8 @@ def test_codes_are_the_nearest_values_and_stay_what_they_are(
     assert torch.equal(stored(once, blocks, dtype=codes), once)
     key = "exp_avg" if codes == SIGNED else "exp_avg_sq"
     right = rounded_to_8_bits(key, values, LENGTH)
-    rounding = max(1e-12, 2 * torch.finfo(dtype).eps)
+    rounding = max(1e-12, 8 * torch.finfo(dtype).eps)
     torch.testing.assert_close(once, right, rtol=rounding, atol=0.0)
-
-
-def test_middles_of_two_values_are_told_from_their_neighbours_of_11_bits() -> None:
-    bits = torch.arange(2**15, dtype=torch.int32).to(torch.int16)
-    numbers = bits.view(torch.float16).double().nan_to_num() / 2**15
-    for is_signed in (True, False):
-        values = torch.tensor(magnitudes(is_signed=is_signed), dtype=torch.float64)
-        middles = (values[1:] + values[:-1]) / 2
-        nearest = (numbers[:, None] - middles).abs().amin(0) / middles
-        assert not torch.any((nearest > 1e-14) & (nearest < 1e-7))
 
 
 def test_a_second_moment_is_not_rounded_to_zero() -> None:
@@ -94,7 +81,7 @@ def test_a_second_moment_is_not_rounded_to_zero() -> None:
     values = torch.tensor([[1.0, 1e-30, 0.0, 0.5]], dtype=torch.float64)
     blocks = StateBlocks.of(ParamEntries.whole((1, 4)), LENGTH)
     found = stored(values, blocks, dtype=UNSIGNED)
-    assert found[0].tolist() == pytest.approx([1.0, 1e-7, 1e-7, 0.5], rel=0.01)
+    assert found[0].tolist() == pytest.approx([1.0, 255**-4, 255**-4, 0.5], rel=0.01)
     assert not stored(values * 0, blocks, dtype=UNSIGNED).any()
 
 

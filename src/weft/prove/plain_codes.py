@@ -9,30 +9,22 @@ from torch import Tensor
 
 NEVER_NEGATIVE = ("exp_avg_sq",)
 """States whose codes have no sign."""
-ROWS_AT_ONCE = 256
 
 
 def rounded_to_8_bits(key: str, values: Tensor, length: int) -> Tensor:
-    """States after they were stored: in every `length` entries of a row, the nearest multiple of
-    their largest absolute value, by one of the numbers of `code_values`; the ratio is rounded to 11
-    bits before, and a middle of two numbers to the smaller magnitude.
+    """States after they were stored: every `length` entries of a row are multiples of their largest
+    absolute value, whose square roots are 127ths with a sign, or fourth roots 255ths above 0.
     """
-    numbers = torch.tensor(code_values(has_sign=key not in NEVER_NEGATIVE), dtype=torch.float64)
-    parts = [_nearest(part, numbers) for part in values.split(length, dim=-1)]
+    has_sign = key not in NEVER_NEGATIVE
+    parts = [_rounded(part, has_sign=has_sign) for part in values.split(length, dim=-1)]
     return torch.cat(parts, dim=-1)
 
 
 def code_values(*, has_sign: bool) -> list[float]:
-    """The numbers that a code may mean, ascending: 64, 32, ... 1 of each power of ten below 1 (with
-    their negatives and 0), or 128, 64, ... 2 of each, and 1e-7.
-    """
-    found = [0.0] if has_sign else [1e-7]
-    for power in range(7):
-        count = (64 if has_sign else 128) >> power
-        found.extend((1 - 0.9 * number / count) * 10.0**-power for number in range(count))
+    """The numbers that a code may mean, ascending."""
     if has_sign:
-        found.extend([-value for value in found if value])
-    return sorted(found)
+        return [math.copysign((code / 127) ** 2, code) for code in range(-127, 128)]
+    return [(code / 255) ** 4 for code in range(256)]
 
 
 def decoded(codes: Tensor, largest: Tensor, length: int) -> Tensor:
@@ -48,14 +40,15 @@ def decoded(codes: Tensor, largest: Tensor, length: int) -> Tensor:
     return numbers[place] * largest.double()[..., columns]
 
 
-def _nearest(block: Tensor, numbers: Tensor) -> Tensor:
+def _rounded(block: Tensor, *, has_sign: bool) -> Tensor:
     largest = block.abs().amax(-1, keepdim=True).float().double()
-    scale = largest.clamp(min=math.ulp(0.0))
-    eleven_bits = (block.double() / scale * 2.0**15).half().double() / 2.0**15
-    relative = eleven_bits.unsqueeze(-1)
-    preference = 1e-9 * numbers.abs()
-    found = [
-        numbers[((numbers - rows).abs() + preference).argmin(-1)]
-        for rows in relative.flatten(0, -3).split(ROWS_AT_ONCE)
-    ]
-    return (torch.cat(found).view(block.shape) * largest).to(block.dtype)
+    relative = block.double() / largest.clamp(min=math.ulp(0.0))
+    power, last = (2, 127) if has_sign else (4, 255)
+    root = relative.abs() ** (1 / power)
+    below = (root * last).floor()
+    is_nearer_above = root - below / last > (below + 1) / last - root
+    code = torch.where(is_nearer_above, below + 1, below)
+    if not has_sign:
+        code = code.clamp(min=1)
+    sign = relative.sign() if has_sign else 1.0
+    return (sign * (code / last) ** power * largest).to(block.dtype)
