@@ -241,7 +241,7 @@ def test_blocks_that_another_level_has_are_not_measured_again(
 
 
 def test_activations_go_to_the_host_where_their_copies_take_no_time() -> None:
-    words = "--model.layers 2 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --hardware h100"
+    words = "--model.layers 3 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --hardware h100"
     run = MeasuredRun.of(run_of(f"{words} --model.dim 1024 --model.ffn 2048"))
     none, offload = (
         max(

@@ -226,7 +226,9 @@ class _MeasuredLevels:
         forward_s = predict_measured(roles, Speeds(host.hardware)).step.forward_s
         most = 0.0
         for role, level in zip(roles, choice.levels, strict=True):
-            if role.memory.host > host.num_bytes:
+            # What the last layer has copied is counted as on the device until its backward.
+            copied = max(region.host_copied for region in role.step.actions.values())
+            if max(role.memory.host, copied) > host.num_bytes:
                 return math.inf
             share = level / self.num_levels(role.row)
             if share:
