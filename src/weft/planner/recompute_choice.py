@@ -95,7 +95,7 @@ def choose_recompute(
         fix = f"--{KEY} selective or full"
         raise PlanError(Fault(KEY, f"auto cannot measure the layout: {problem}", fix=fix))
     measured = _MeasuredLevels(run.with_plan(plan), is_compiled=_is_compiled(plan, is_on_gpu))
-    if host is not None and not measured.is_compiled:
+    if host is not None:
         offload = replace(measured, offloads=True)
         offloaded = _choice(offload, limit)
         if any(offloaded.levels) and max(offloaded.peaks) <= limit:
