@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.live import Live
 from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
+from tests.one_device import PATIENCE_S
 from tests.parallel.test_recompute import llama_layer, recomputed, some_batch, some_input
 from weft.comm.comm import Comm
 from weft.config.load import load
@@ -101,6 +102,10 @@ def test_offloaded_blocks_have_the_bits_of_plain_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not")
 def test_offloaded_compiled_blocks_have_the_bits_of_compiled_ones() -> None:
     def compiled(copying: LateCopying | None) -> list[Tensor]:
         torch.manual_seed(3)

@@ -91,7 +91,8 @@ class StateBlocks:
         for index in range(self.entries.num_holders):
             for box in self.entries.boxes_at(index):
                 found.extend(map(self._numbers, self._cut(box)))
-        return torch.cat(found).unique()
+        distinct: Tensor = torch.cat(found).unique()
+        return distinct
 
     @cached_property
     def own_cut(self) -> tuple[Tensor, Tensor]:
@@ -174,5 +175,5 @@ class StateBlocks:
     def _in_rows(self, box: Box, blocks: Tensor) -> Tensor:
         """The entries of the box, without the zeros."""
         before = box.lo[-1] % self.length
-        rows = blocks.flatten(-2)
-        return rows[..., before : before + box.shape[-1]]
+        rows: Tensor = blocks.flatten(-2)
+        return rows.narrow(-1, before, box.shape[-1])
