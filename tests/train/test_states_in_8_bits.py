@@ -13,7 +13,8 @@ from tests.checkpoint.test_optimizer_states import resume, run_of, write
 from tests.matrix.layouts import Case
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.optimizers import optimizer_faults, resume_values
+from weft.config.optimizers import resume_values
+from weft.config.rules.values import optimizer_faults
 from weft.config.schema import OptimConfig, OptimGroup
 from weft.core.axes import Box, blocks_begun_in, boxes, boxes_of_range
 from weft.core.mesh import Mesh
