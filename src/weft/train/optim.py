@@ -373,7 +373,7 @@ class NamedOptimizer:
 
     def state_blocks(self) -> dict[str, StateBlocks]:
         """The blocks of each parameter here whose states have 8 bits."""
-        found = {}
+        found: dict[str, StateBlocks] = {}
         for group in self.groups:
             if group.codes is not None:
                 found.update(group.codes.blocks)

@@ -175,5 +175,5 @@ class StateBlocks:
     def _in_rows(self, box: Box, blocks: Tensor) -> Tensor:
         """The entries of the box, without the zeros."""
         before = box.lo[-1] % self.length
-        rows: Tensor = blocks.flatten(-2)
-        return rows.narrow(-1, before, box.shape[-1])
+        rows: Tensor = blocks.flatten(-2).narrow(-1, before, box.shape[-1])
+        return rows
