@@ -170,7 +170,7 @@ class StateBlocks:
         before, after = box.lo[-1] % self.length, -box.hi[-1] % self.length
         if before or after:
             entries = F.pad(entries, (before, after))
-        return entries.unflatten(-1, (-1, self.length))
+        return entries.reshape(*entries.shape[:-1], -1, self.length)
 
     def _in_rows(self, box: Box, blocks: Tensor) -> Tensor:
         """The entries of the box, without the zeros."""
