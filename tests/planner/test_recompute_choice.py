@@ -240,6 +240,23 @@ def test_blocks_that_another_level_has_are_not_measured_again(
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "mode"), [("NVIDIA H100 80GB HBM3", "offload"), ("NVIDIA B200", "selective")]
+)
+def test_offload_is_chosen_on_gpus_whose_rate_to_the_host_is_known(
+    gpu: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.run.devices.gpu_names", lambda: (gpu,))
+    words = "--model.layers 3 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --device cuda"
+    sizes = "--model.dim 8192 --model.heads 64 --model.kv_heads 8 --model.ffn 28672"
+    run = run_of(f"{words} {sizes} --data.seq_len 2048")
+    (peak,) = recompute_choice.peaks_of(MeasuredRun.of(run))
+    answer = auto_recompute._choice(run, 0.98 * peak, is_on_gpu=True, host_bytes=1e12)
+    assert read_policy(answer["policy"]).modes == {mode, "none"}
+    assert (answer["copied_gb_s"] > 0) == (mode == "offload")
+
+
+@pytest.mark.slow
 def test_activations_go_to_the_host_where_their_copies_take_no_time() -> None:
     words = "--model.layers 3 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --hardware h100"
     run = MeasuredRun.of(run_of(f"{words} --model.dim 1024 --model.ffn 2048"))

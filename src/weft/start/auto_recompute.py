@@ -197,9 +197,10 @@ def _choice(run: Run, limit: float, *, is_on_gpu: bool, host_bytes: float | None
     if host_bytes is not None:
         from weft.run.devices import gpu_names
 
-        found = [hardware_of_cuda(name) for name in gpu_names()]
-        if found and found[0] is not None and found[0].host_gb_s:
-            host = HostMemory(host_bytes, found[0])
+        devices = [hardware_of_cuda(name) for name in gpu_names()]
+        known = [each for each in devices if each is not None and each.host_gb_s]
+        if known and len(known) == len(devices):
+            host = HostMemory(host_bytes, min(known, key=lambda each: each.host_gb_s))
     choice = choose(MeasuredRun.of(run), limit, is_on_gpu=is_on_gpu, host=host)
     return {
         "policy": choice.policy.text,
