@@ -30,6 +30,7 @@ OPTIMS = {
     "muon": OptimConfig(name="muon", groups=(OptimGroup(match="*mlp.up*", optimizer="lion"),)),
     "adafactor": OptimConfig(name="adafactor"),
     "lion": OptimConfig(name="lion"),
+    "8 bits": OptimConfig(state_dtype="8bit", state_block=10),
 }
 FINAL = "step-000001"
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from tests.live import Live
 from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
+from tests.one_device import PATIENCE_S
 from tests.parallel.test_recompute import llama_layer, recomputed, some_batch, some_input
 from weft.comm.comm import Comm
 from weft.config.load import load
 from weft.models import FAMILIES
 from weft.parallel.model import parallelize
+from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.recompute import offload
 from weft.parallel.recompute.blocks import recompute_blocks
 from weft.parallel.recompute.offload import MetaCopying, Wait, host_copying
@@ -97,6 +99,25 @@ def test_offloaded_blocks_have_the_bits_of_plain_ones() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
     # each of 3 blocks of 2 micro-batches, out and back: in the first backward the last one leaves, too
     assert len(copying.started) == 2 * 3 + 2 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not")
+def test_offloaded_compiled_blocks_have_the_bits_of_compiled_ones() -> None:
+    def compiled(copying: LateCopying | None) -> list[Tensor]:
+        torch.manual_seed(3)
+        blocks = {f"layer{number}": llama_layer(torch.float64) for number in range(2)}
+        whole = {name: compiled_block(name, each, drops_out=False) for name, each in blocks.items()}
+        modes = dict.fromkeys(blocks, "offload")
+        return gradients(tuple(recompute_blocks(whole, modes, copying).values()))
+
+    copying = LateCopying()
+    plain = compiled(None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled(copying), strict=True))
+    assert len(copying.started) == 2 * 2 + 2 * 2
 
 
 def test_a_backward_that_does_not_wait_reads_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

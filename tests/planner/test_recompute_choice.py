@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.commands.test_memory_before import has_machine
 from weft.cli import main
 from weft.config import toml
+from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run
 from weft.errors import EXIT_OK, ConfigError
@@ -21,8 +23,15 @@ from weft.layout.recomputation import AUTO, read_policy
 from weft.models import FAMILIES
 from weft.planner import recompute_choice
 from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep
 from weft.planner.measure.roles import measure
-from weft.planner.recompute_choice import choose_recompute, least_level
+from weft.planner.recompute_choice import (
+    HOST_SHARE,
+    HostMemory,
+    RecomputeChoice,
+    choose_recompute,
+    least_level,
+)
 from weft.start import auto_recompute, memory_before
 from weft.train.event_lines import read_run_events
 
@@ -175,3 +184,105 @@ def test_a_run_without_auto_loads_no_planner() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+ANSWERS = {
+    "pp2": ("--model.layers 8 --mesh pp2 --batch.global_size 16", 0.35,
+            "full:1+selective/selective:2+none"),
+    "zero 3": ("--model.layers 24 --mesh dp2 --parallel.zero 3 --batch.global_size 8", 0.75,
+               "selective:12+none"),
+    "zero 3, less": ("--model.layers 24 --mesh dp2 --parallel.zero 3 --batch.global_size 8", 0.35,
+                     "full:7+selective"),
+    "zero 1": ("--model.layers 16 --mesh dp2 --parallel.zero 1 --batch.global_size 4", 0.35,
+               "full:5+selective"),
+    "tp cp": ("--model.layers 12 --mesh cp2,tp2 --parallel.sequence True --batch.global_size 4",
+              0.75, "selective:8+none"),
+    "zero bubble": ("--model.layers 20 --mesh pp2 --pipeline.schedule zero_bubble "
+                    "--batch.global_size 16", 0.35, "selective:3+none/selective:1+none"),
+}  # fmt: skip
+"""Layouts, the limit between the peaks of `full` and `none`, and what was chosen when every level was
+measured anew.
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["pp2", *(pytest.param(each, marks=pytest.mark.slow) for each in [*ANSWERS][1:])]
+)
+def test_the_choice_is_that_of_measurements_of_every_level(name: str) -> None:
+    words, share, policy = ANSWERS[name]
+    run = run_of(words)
+    none, full = (
+        max(
+            recompute_choice.peaks_of(MeasuredRun.of(run.with_values({"parallel.recompute": each})))
+        )
+        for each in ("none", "full")
+    )
+    limit = (1 - share) * full + share * none
+    choice = choose_recompute(MeasuredRun.of(run), limit, is_on_gpu=False)
+    assert choice.policy.text == policy
+
+
+def test_blocks_that_another_level_has_are_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of("--model.layers 20 --mesh dp2 --parallel.zero 1 --batch.global_size 4")
+    measured = recompute_choice._MeasuredLevels(MeasuredRun.of(run))
+    calls = []
+    measure_rank = recompute_choice.measure_rank
+
+    def counted(run: MeasuredRun, rank: int) -> RankStep:
+        calls.append(run.plan.recompute)
+        return measure_rank(run, rank)
+
+    monkeypatch.setattr(recompute_choice, "measure_rank", counted)
+    peaks = [measured.peak(0, level) for level in (7, 8, 12)]
+    assert calls == ["selective:5+none", "selective:6+none", "selective:5+none"]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mode"), [("NVIDIA H100 80GB HBM3", "offload"), ("NVIDIA B200", "selective")]
+)
+def test_offload_is_chosen_on_gpus_whose_rate_to_the_host_is_known(
+    gpu: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.run.devices.gpu_names", lambda: (gpu,))
+    words = "--model.layers 3 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --device cuda"
+    sizes = "--model.dim 8192 --model.heads 64 --model.kv_heads 8 --model.ffn 28672"
+    run = run_of(f"{words} {sizes} --data.seq_len 2048")
+    (peak,) = recompute_choice.peaks_of(MeasuredRun.of(run))
+    answer = auto_recompute._choice(run, 0.98 * peak, is_on_gpu=True, host_bytes=1e12)
+    assert read_policy(answer["policy"]).modes == {mode, "none"}
+    assert (answer["copied_gb_s"] > 0) == (mode == "offload")
+
+
+@pytest.mark.slow
+def test_activations_go_to_the_host_where_their_copies_take_no_time() -> None:
+    words = "--model.layers 3 --mesh dp2 --parallel.zero 1 --batch.global_size 4 --hardware h100"
+    run = MeasuredRun.of(run_of(f"{words} --model.dim 1024 --model.ffn 2048"))
+    none, offload = (
+        max(
+            recompute_choice.peaks_of(
+                MeasuredRun.of(run.run.with_values({"parallel.recompute": each}))
+            )
+        )
+        for each in ("none", "offload")
+    )
+    limit = (none + offload) / 2
+    device = find_hardware("h100")
+
+    def chosen(num_bytes: float, gb_s: float) -> RecomputeChoice:
+        host = HostMemory(num_bytes, replace(device, host_gb_s=gb_s))
+        return choose_recompute(run, limit, is_on_gpu=True, host=host)
+
+    plain = choose_recompute(run, limit, is_on_gpu=True)
+    found = chosen(1e12, 1e6)
+    assert found.policy.modes == {"offload", "none"}
+    assert max(found.peaks) <= limit
+    assert found.flops == (1.0,)
+    assert chosen(1e12, found.copied_gb_s / HOST_SHARE * 1.01) == found
+    assert chosen(1e12, found.copied_gb_s / HOST_SHARE * 0.99) == plain, (
+        "copies would be waited for"
+    )
+    assert chosen(1e5, 1e6) == plain, "the host has too little memory"
+    assert choose_recompute(run, none, is_on_gpu=True, host=HostMemory(1e12, device)).levels == (0,)

@@ -1,4 +1,4 @@
-"""Muon, Adafactor and Lion on every kind of layout equal the plain rules on one device; bytes of the exchange of matrices."""
+"""Optimizers, and states in 8 bits, on every kind of layout equal the plain rules on one device; bytes sent for matrices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ OPTIMS = {
     "muon": MUON,
     "adafactor": OptimConfig(name="adafactor", weight_decay=0.1),
     "lion": OptimConfig(name="lion", weight_decay=0.1),
+    "adamw 8bit": OptimConfig(weight_decay=0.1, state_dtype="8bit", state_block=10),
+    "muon 8bit": MUON.model_copy(update={"state_dtype": "8bit", "state_block": 10}),
 }
 SMALL = {"layers": 2, "microbatches": 2}
 LAYOUTS = {
@@ -36,6 +38,8 @@ QUICK = {
     "muon": tuple(LAYOUTS),
     "adafactor": ("tp2", "ep2", "dp2 zero1", "dp2 tp2 zero3"),
     "lion": ("dp2 tp2 zero3",),
+    "adamw 8bit": ("tp2", "pp2", "ep2", "dp2 zero1", "dp2 zero2", "dp2 tp2 zero3"),
+    "muon 8bit": ("dp2 tp2 zero3",),
 }
 """The others are as exact, and run in `make slow`."""
 

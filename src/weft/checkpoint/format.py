@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 DIGEST = "manifest.json.sha256"
 
 StoredDtype = Literal[
-    "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"
+    "float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool"
 ]
 
 DTYPES: Mapping[StoredDtype, tuple[str, int]] = {
@@ -39,6 +39,7 @@ DTYPES: Mapping[StoredDtype, tuple[str, int]] = {
     "float16": ("F16", 2),
     "int64": ("I64", 8),
     "int32": ("I32", 4),
+    "int8": ("I8", 1),
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }

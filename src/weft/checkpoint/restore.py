@@ -160,13 +160,18 @@ def load_entries(params: Iterable[ParamState], section: Callable[[str], Source])
 
     for local in params:
         owner = local.param.owner
-        for name in (*local.tensors, *local.whole):
+        for name in (*local.tensors, *local.of_blocks, *local.whole):
             opened_section(name)
         for name, tensor in local.tensors.items():
             source = opened_section(name)
             source.check_shape(owner, local.param.shape)
             entries = source.read_boxes(owner, local.boxes)
             tensor.copy_(entries.view(tensor.shape))
+        for name, tensor in local.of_blocks.items():
+            source = opened_section(name)
+            source.check_shape(owner, local.shape_of_blocks)
+            for _, box, values in local.views_of_blocks(tensor):
+                values.copy_(source.source.read(owner, box))
         for name, tensor in local.whole.items():
             source = opened_section(name)
             shape = tuple(tensor.shape)
@@ -214,7 +219,7 @@ def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
     """Stored dtypes must equal those here: a conversion would change the numbers of the run."""
     sections = frozenset(manifest.sections)
     for local in param_states(state):
-        tensors = {**local.tensors, **local.whole}
+        tensors = {**local.tensors, **local.of_blocks, **local.whole}
         for section, tensor in tensors.items():
             name = f"{stored_section(section, sections)}/{local.param.owner}"
             stored = manifest.tensors.get(name)

@@ -238,11 +238,15 @@ def _optimizer_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> I
     stored = facts.run["optim"]
     current = config["optim"]
     fresh = "--optim.on_change fresh to begin with fresh optimizer state"
-    if stored["name"] != current["name"]:
-        key = "optim.name"
-        got = current["name"]
-        need = stored["name"]
-        fix = f"--optim.name {need}, or {fresh}"
+    before, now = resume_values(stored), resume_values(current)
+    differing = [
+        name for name in ("name", "state_dtype", "state_block") if before[name] != now[name]
+    ]
+    if differing:
+        key = f"optim.{differing[0]}"
+        got = str(current[differing[0]])
+        need = str(before[differing[0]] or stored.get(differing[0]))
+        fix = f"--{key} {need}, or {fresh}"
     else:
         key = "optim.groups"
         got = "other optimizers of some parameters"

@@ -5,7 +5,8 @@
     nf4/rows/<parameter>         its bytes, of a matrix that is held in 4 bits (checkpoint/quantized.py)
     model/<buffer>               the values of a buffer that training updates
     optim/<key>/<parameter>      optimizer state: of the parameter's shape ("exp_avg"), sums of its
-                                 rows or columns ("row_var"), or one number, 0-dim ("step")
+                                 rows or columns ("row_var"), one number, 0-dim ("step"), or the
+                                 largest values of blocks of codes ("exp_avg_absmax")
 
 A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias)
 has no optimizer state.
@@ -21,9 +22,10 @@ the sites have of their own, and the state of the outer optimizer, are further s
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from torch import Tensor
 from weft.checkpoint.quantized import NF4_SECTIONS
 from weft.checkpoint.tensor_digest import digest_of_box
 from weft.checkpoint.write_item import Snapshot, WriteItem, snapshot
-from weft.core.axes import Box, span
+from weft.core.axes import Box, blocks_begun_in, span
 from weft.core.dimension import local_update_axes
 from weft.parallel.local_updates.outer_shard import OuterPiece
 from weft.parallel.local_updates.outer_step import LocalUpdates
@@ -40,6 +42,7 @@ from weft.parallel.pp import AXIS as PP
 from weft.parallel.site import AXIS as SITE
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.quantized_group import QuantizedGroup
+from weft.parallel.zero.state_codes import ABSMAX, StateBlocks
 
 MODEL = "model"
 OPTIMIZER = "optim"
@@ -63,6 +66,7 @@ class TrainState:
         optimizer_state: parameter name -> key ("exp_avg") -> tensor.
         optimizer_keys: trained parameter name -> the keys that its optimizer keeps, also of parameters
             that other ranks hold under ZeRO.
+        state_blocks: parameter name -> its blocks, of those whose states have 8 bits.
         local_updates: the outer optimizer of a run over sites.
         min_shared_entries: of a piece whose writing replicas share.
     """
@@ -71,6 +75,7 @@ class TrainState:
     grads: GradientReducer
     optimizer_state: Mapping[str, Mapping[str, Tensor]]
     optimizer_keys: Mapping[str, frozenset[str]]
+    state_blocks: Mapping[str, StateBlocks] = field(default_factory=dict)
     local_updates: LocalUpdates | None = None
     min_shared_entries: int = MIN_SHARED_ENTRIES
 
@@ -111,6 +116,9 @@ class ParamState:
         lo, hi: range of the shard's entries (row-major) that the tensors here hold.
         tensors: section ("model", "optim/exp_avg") -> those entries.
         whole: section -> a tensor of the whole parameter: one number, sums of its rows or columns.
+        of_blocks: section ("optim/exp_avg_absmax") -> a number for each block of codes that any of
+            those entries lie in; a block is written by the rank that writes its first entry.
+        blocks: these blocks.
         replica_axes: mesh axes along which all ranks hold the same entries.
         num_replicas: ranks that hold the same entries.
         replica: index of this rank among them.
@@ -130,6 +138,8 @@ class ParamState:
     is_alias: bool
     min_shared_entries: int = MIN_SHARED_ENTRIES
     matrix: Callable[[], ParamState] | None = None
+    of_blocks: Mapping[str, Tensor] = field(default_factory=dict)
+    blocks: StateBlocks | None = None
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -173,6 +183,7 @@ class ParamState:
                 values = entries[offset : offset + box.size].view(box.shape)
                 yield WriteItem(name=f"{section}/{owner}", shape=shape, box=box, tensor=values)
                 offset += box.size
+        yield from self._items_of_blocks(self.param.shard.boxes_of_range(start, stop))
         if self.writes_whole:
             for section, tensor in self.whole.items():
                 tensor_shape = tuple(tensor.shape)
@@ -182,6 +193,48 @@ class ParamState:
                     box=Box.whole(tensor_shape),
                     tensor=tensor.detach(),
                 )
+
+    def _items_of_blocks(self, written: Sequence[Box]) -> Iterator[WriteItem]:
+        """Those of which this rank writes the first entry."""
+        for section, tensor in self.of_blocks.items():
+            for own, box, values in self.views_of_blocks(tensor):
+                for part in written:
+                    begun = blocks_begun_in(part & own, self._block_length)
+                    if begun.size:
+                        yield WriteItem(
+                            name=f"{section}/{self.param.owner}",
+                            shape=self.shape_of_blocks,
+                            box=begun,
+                            tensor=values[begun.within(box)],
+                        )
+
+    def views_of_blocks(self, tensor: Tensor) -> Iterator[tuple[Box, Box, Tensor]]:
+        """The boxes of entries here, the boxes of their blocks among all blocks, and their numbers."""
+        if self.blocks is None:
+            return
+        parts = tensor.detach().split([box.size for box in self.blocks.boxes])
+        for own, box, part in zip(self.boxes, self.blocks.boxes, parts, strict=True):
+            yield own, box, part.view(box.shape)
+
+    def decoded(self, section: str) -> Tensor:
+        """The entries of a section; of codes the values that they stand for."""
+        tensor = self.tensors[section]
+        largest = self.of_blocks.get(section + ABSMAX)
+        if largest is None:
+            return tensor
+        assert self.blocks is not None, "it has blocks"
+        return self.blocks.decode(tensor, largest, dtype=self.tensors[MODEL].dtype)
+
+    @property
+    def shape_of_blocks(self) -> tuple[int, ...]:
+        """All blocks of the parameter."""
+        *rows, length = self.param.shape
+        return (*rows, math.ceil(length / self._block_length))
+
+    @property
+    def _block_length(self) -> int:
+        assert self.blocks is not None, "it has blocks"
+        return self.blocks.length
 
     def digests(self) -> Iterator[BoxDigest]:
         """Digests of this parameter's entries here; each replica takes a share of every box. See
@@ -197,6 +250,11 @@ class ParamState:
                 values = flat[offset : offset + box.size].view(box.shape)
                 offset += box.size
                 yield from self._digest_of_share(f"{section}/{owner}", values, box)
+        for section, tensor in self.of_blocks.items():
+            for own, box, values in self.views_of_blocks(tensor):
+                begun = blocks_begun_in(own, self._block_length)
+                part = values[begun.within(box)]
+                yield from self._digest_of_share(f"{section}/{owner}", part, begun)
         if self.lo == 0 and self.param.shard.holds_first_entry:
             for section, tensor in self.whole.items():
                 box = Box.whole(tensor.shape)
@@ -290,6 +348,7 @@ def _of_site(state: TrainState, local: ParamState) -> ParamState:
         local,
         tensors={state.own_section(name): tensor for name, tensor in local.tensors.items()},
         whole={state.own_section(name): tensor for name, tensor in local.whole.items()},
+        of_blocks={state.own_section(name): tensor for name, tensor in local.of_blocks.items()},
         replica_axes=axes,
         num_replicas=comm.degree(axes),
         replica=comm.index(axes),
@@ -327,13 +386,17 @@ def _inner_states(state: TrainState) -> Iterator[ParamState]:
             continue
         tensors = dict(local.tensors)
         whole: dict[str, Tensor] = {}
+        of_blocks: dict[str, Tensor] = {}
+        blocks = state.state_blocks.get(name)
         for key, value in state.optimizer_state[name].items():
             section = f"{OPTIMIZER}/{key}"
-            if value.shape == state.grads.sharded_params[name].shape:
+            if blocks is not None and key.endswith(ABSMAX):
+                of_blocks[section] = value
+            elif value.shape == state.grads.sharded_params[name].shape:
                 tensors[section] = value
             else:
                 whole[section] = value
-        yield replace(local, tensors=tensors, whole=whole)
+        yield replace(local, tensors=tensors, whole=whole, of_blocks=of_blocks, blocks=blocks)
 
 
 def param_values(

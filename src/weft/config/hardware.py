@@ -88,6 +88,7 @@ class HardwareTable(ConfigSection):
     link_gb_s: Figure | None = None
     link_topology: LinkTopology = "switch"
     network_gb_s: Figure | None = None
+    host_gb_s: Figure | None = None
     power_w: Figure | None = None
     price_usd_h: Figure | None = None
     efficiency: Efficiency = Efficiency()
@@ -118,6 +119,7 @@ class Hardware:
         link_topology: how they connect the devices.
         network_gb_s: of one device between nodes, one direction; 0: not known. `bandwidths_are_known`
             rejects worlds that need what is not known.
+        host_gb_s: of one device to the memory of its host, one direction; 0: not known.
         fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
         tf32_tflops: of float32 matrix products in TF32; see `for_matmul`.
         power_w: of one device under load.
@@ -136,6 +138,7 @@ class Hardware:
     link_gb_s: float = 0.0
     link_topology: LinkTopology = "switch"
     network_gb_s: float = 0.0
+    host_gb_s: float = 0.0
     fp16_tflops: float | None = None
     fp32_tflops: float | None = None
     tf32_tflops: float | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -72,6 +73,11 @@ SETTINGS: Mapping[str, frozenset[str]] = {
 
 SYNONYMS: Mapping[str, str] = {**VALUE_SYNONYMS, "momentum": "sgd", "shampoo": "muon"}
 
+EMBEDDINGS = "embed*"
+"""Blocks whose states have 8 bits only if a group says so: rare tokens have rare, large gradients."""
+LEAST_BLOCKS = 16
+"""Blocks' worth of entries from which a parameter's states have 8 bits: 4,096 entries by default."""
+
 MUON_SKIPS = ("embed*", "head*")
 """Blocks whose parameters muon leaves to AdamW."""
 
@@ -85,6 +91,22 @@ def options_of(optim: OptimConfig, name: str) -> ConfigSection:
     """The options of one of weft's optimizers: those of the config, if it is the run's."""
     values = optim.options if name == optim.name else {}
     return OPTIONS[name].model_validate(values, strict=True)
+
+
+def has_8_bits(optim: OptimConfig, group: OptimGroup, name: str, shape: Sequence[int]) -> bool:
+    """Whether the states of a parameter have 8 bits: as its group says; else, in a run with 8 bits,
+    those of matrices of at least `LEAST_BLOCKS` blocks outside the embedding.
+    """
+    if group.state_dtype is not None:
+        return group.state_dtype == "8bit" and len(shape) > 0
+    is_large = math.prod(shape) >= LEAST_BLOCKS * optim.state_block
+    is_embedding = fnmatchcase(name.partition(".")[0], EMBEDDINGS)
+    return optim.state_dtype == "8bit" and len(shape) >= 2 and is_large and not is_embedding
+
+
+def uses_8_bits(optim: OptimConfig) -> bool:
+    """Whether states of any parameter may have 8 bits."""
+    return "8bit" in (optim.state_dtype, *(group.state_dtype for group in optim.groups))
 
 
 def group_of(name: str, groups: tuple[OptimGroup, ...]) -> int | None:
@@ -111,9 +133,18 @@ def rule_names(optim: OptimConfig) -> frozenset[str]:
 
 
 def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which optimizer updates which parameter, of a config as JSON."""
-    groups = optim.get("groups", ())
-    chosen = [
-        (each["match"], each["optimizer"]) for each in groups if each.get("optimizer") is not None
-    ]
-    return {"name": optim.get("name"), "groups": chosen}
+    """What decides which optimizer updates which parameter, with which states, of a config as JSON."""
+    groups = []
+    dtypes = [optim.get("state_dtype", "params")]
+    for group in optim.get("groups", ()):
+        optimizer, dtype = group.get("optimizer"), group.get("state_dtype")
+        if optimizer is not None or dtype is not None:
+            groups.append((group["match"], optimizer, dtype))
+        dtypes.append(dtype)
+    block = optim.get("state_block") if "8bit" in dtypes else None
+    return {
+        "name": optim.get("name"),
+        "state_dtype": dtypes[0],
+        "state_block": block,
+        "groups": groups,
+    }

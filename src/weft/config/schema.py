@@ -207,6 +207,9 @@ class BatchConfig(ConfigSection):
         return self.global_size // (num_data_ranks * self.micro_size)
 
 
+StateDtype = Literal["params", "8bit"]
+
+
 class OptimGroup(ConfigSection):
     """Settings of the parameters whose names match a pattern; None: those of the run."""
 
@@ -217,6 +220,7 @@ class OptimGroup(ConfigSection):
         None, description="weight decay of all of them, vectors too"
     )
     betas: tuple[Share, Share] | None = Field(None, description="decay rates of both moments")
+    state_dtype: StateDtype | None = Field(None, description="states of all of them, whatever size")
 
 
 class OptimConfig(ConfigSection):
@@ -262,6 +266,13 @@ class OptimConfig(ConfigSection):
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: Share = Field(0.9, description="sgd: decay rate of the gradient's sum, 0 to 1")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    state_dtype: StateDtype = Field(
+        "params",
+        description="states of large matrices outside embed*: as precision.params, or 8bit",
+    )
+    state_block: int = Field(
+        256, ge=2, le=MAX_COUNT, description="entries of a row that share the scale of their 8 bits"
+    )
 
     @property
     def last_lr(self) -> float:

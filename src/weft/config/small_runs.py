@@ -43,6 +43,8 @@ DOCUMENT_SEQ_LEN = 32
 """Shortest sequence with several documents."""
 CLIP = 0.1
 """Below the gradient norm of a tiny model, so that clipping acts."""
+STATE_BLOCK = 6
+"""Entries of a block of states in 8 bits: rows have several, which the bounds of shards cut."""
 BALANCE_LOSS = 0.05
 """Smallest weight of a balance loss, whose effect is above the bounds of a float32 proof."""
 STEPS, WARMUP = 6, 2
@@ -106,6 +108,7 @@ def _smaller_schedule(run: Run) -> Run:
         "steps": min(run.steps, STEPS),
         "optim.warmup": min(optim.warmup, WARMUP),
         "optim.clip": min(optim.clip, CLIP),
+        "optim.state_block": min(optim.state_block, STATE_BLOCK),
         "eval.every": 0,
         "sample": 0,
         "sample_every": 0,

@@ -19,6 +19,7 @@ DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("lora.rank", 0),
     ("data.packing", "stream"),
     ("optim.clip", 0.0),
+    ("optim.state_dtype", "params"),
     ("precision.params", "float32"),
     ("precision.reduce", "float32"),
     ("precision.compute", "float32"),

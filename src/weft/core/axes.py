@@ -116,6 +116,28 @@ def _in_rows(box: Box, lo: int, hi: int, parts: tuple[Box, ...]) -> tuple[Box, .
     return tuple(found)
 
 
+def blocks_of(box: Box, length: int) -> Box:
+    """The blocks of `length` entries of a row that a box has entries of, as a box of all blocks.
+
+    >>> blocks_of(Box((2, 3), (4, 9)), 4)
+    Box(lo=(2, 0), hi=(4, 3))
+    """
+    lo = (*box.lo[:-1], box.lo[-1] // length)
+    hi = (*box.hi[:-1], -(-box.hi[-1] // length))
+    return Box(lo, hi)
+
+
+def blocks_begun_in(box: Box, length: int) -> Box:
+    """Those of which it has the first entry: of boxes that cover a tensor, each block is in one.
+
+    >>> blocks_begun_in(Box((2, 3), (4, 9)), 4)
+    Box(lo=(2, 1), hi=(4, 3))
+    """
+    lo = (*box.lo[:-1], -(-box.lo[-1] // length))
+    hi = (*box.hi[:-1], -(-box.hi[-1] // length))
+    return Box(lo, hi)
+
+
 def span(length: int, parts: int, index: int) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most
     one, longer ones first.

@@ -15,10 +15,12 @@ Note [Levels of recomputation]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+from weft.config.hardware import GB, Hardware
 from weft.core.dimension import pipeline_axis
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
@@ -26,9 +28,18 @@ from weft.layout.recomputation import KEY, MODES, RecomputeMode, RecomputePolicy
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.measure.repeated import can_be_repeated, measure_repeated
-from weft.planner.measure.roles import row_signature, size_problem, step_flops
+from weft.planner.measure.roles import (
+    role_costs,
+    row_signature,
+    size_problem,
+    step_copied,
+    step_flops,
+)
 from weft.planner.measure.step_memory import step_memory
+from weft.planner.simulate.predict import predict_measured
+from weft.planner.simulate.speeds import Speeds
 
+HOST_SHARE = 0.8
 MOST_GUESSES = 4
 """Levels that are guessed from the peaks of others; afterwards the interval is halved."""
 
@@ -42,6 +53,7 @@ class RecomputeChoice:
         peaks: bytes of the rank at each pipeline coordinate.
         peaks_without: the same without recomputation.
         flops: of the step of these ranks, over those without recomputation.
+        copied_gb_s: rate to the host from which the copies of offloaded layers take no time.
     """
 
     policy: RecomputePolicy
@@ -49,11 +61,30 @@ class RecomputeChoice:
     peaks: tuple[int, ...]
     peaks_without: tuple[int, ...]
     flops: tuple[float, ...]
+    copied_gb_s: float = 0.0
 
 
-def choose_recompute(run: MeasuredRun, limit: float, *, is_on_gpu: bool) -> RecomputeChoice:
+@dataclass(frozen=True)
+class HostMemory:
+    """Where activations may go.
+
+    Attributes:
+        num_bytes: for the activations of one rank.
+        hardware: the device, with its rate to the host.
+    """
+
+    num_bytes: float
+    hardware: Hardware
+
+
+def choose_recompute(
+    run: MeasuredRun, limit: float, *, is_on_gpu: bool, host: HostMemory | None = None
+) -> RecomputeChoice:
     """The least recomputation with which each rank holds at most `limit` bytes; the most where none
-    does.
+    does. Activations on the host instead, where that takes no time.
+
+    Args:
+        host: None: its memory or its rate is not known.
 
     Raises:
         PlanError: the run is too large to be measured.
@@ -64,6 +95,19 @@ def choose_recompute(run: MeasuredRun, limit: float, *, is_on_gpu: bool) -> Reco
         fix = f"--{KEY} selective or full"
         raise PlanError(Fault(KEY, f"auto cannot measure the layout: {problem}", fix=fix))
     measured = _MeasuredLevels(run.with_plan(plan), is_compiled=_is_compiled(plan, is_on_gpu))
+    if host is not None:
+        offload = replace(measured, offloads=True)
+        offloaded = _choice(offload, limit)
+        if any(offloaded.levels) and max(offloaded.peaks) <= limit:
+            rate = offload.copied_gb_s(offloaded, host)
+            if rate <= HOST_SHARE * host.hardware.host_gb_s:
+                return replace(offloaded, copied_gb_s=rate)
+    return _choice(measured, limit)
+
+
+def _choice(measured: _MeasuredLevels, limit: float) -> RecomputeChoice:
+    """The least level of each rank that fits."""
+    plan = measured.run.plan
     rows = range(plan.pipeline_size)
     levels = []
     modes: list[tuple[RecomputeMode, ...]] = [() for _ in plan.stages]
@@ -121,14 +165,23 @@ def _is_compiled(plan: Plan, is_on_gpu: bool) -> bool:
 class _MeasuredLevels:
     """Peaks and FLOPs of ranks at levels of recomputation; equal ranks are measured once.
 
+    Levels differ in how often blocks are repeated, and seldom in which few of them are measured
+    (see Note [Repeated blocks] in `measure/repeated`): those that another level has are not
+    measured again.
+
     Attributes:
         run: without recomputation.
         is_compiled: blocks are compiled, which selective recomputation does not allow.
+        offloads: layers are offloaded in place of being recomputed.
+        steps: of whole ranks.
+        short_steps: of ranks with the blocks that are measured.
     """
 
     run: MeasuredRun
     is_compiled: bool = False
+    offloads: bool = False
     steps: dict[object, RankStep] = field(default_factory=dict)
+    short_steps: dict[object, RankStep] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
@@ -144,7 +197,7 @@ class _MeasuredLevels:
     def num_levels(self, row: int) -> int:
         """The last level of a rank."""
         num_layers = sum(map(len, self._layers(row).values()))
-        return num_layers if self.is_compiled else 2 * num_layers
+        return num_layers if self.is_compiled or self.offloads else 2 * num_layers
 
     def modes(self, row: int, level: int) -> Mapping[int, tuple[RecomputeMode, ...]]:
         """What the layers of a rank do at a level, by stage; see Note [Levels of recomputation]."""
@@ -156,10 +209,31 @@ class _MeasuredLevels:
         modes: list[RecomputeMode] = ["none"] * num_layers
         modes[:num_recomputed] = ["selective"] * num_recomputed
         modes[:num_full] = ["full"] * num_full
+        if self.offloads:
+            modes[:num_recomputed] = ["offload"] * num_recomputed
         for stage, names in layers.items():
             found[stage] = tuple(modes[: len(names)])
             modes = modes[len(names) :]
         return found
+
+    def copied_gb_s(self, choice: RecomputeChoice, host: HostMemory) -> float:
+        """The rate to the host from which copies take no time, 10^9 bytes/s; infinite where the host
+        has too little memory.
+        """
+        plan = self.run.plan.model_copy(update={"recompute": choice.policy.text})
+        kinds = self.run.with_plan(plan).block_kinds()
+        roles = role_costs(plan, kinds, lambda row: self._step(row, plan), has_regions=False)
+        forward_s = predict_measured(roles, Speeds(host.hardware)).step.forward_s
+        most = 0.0
+        for role, level in zip(roles, choice.levels, strict=True):
+            # What the last layer has copied is counted as on the device until its backward.
+            copied = max(region.host_copied for region in role.step.actions.values())
+            if max(role.memory.host, copied) > host.num_bytes:
+                return math.inf
+            share = level / self.num_levels(role.row)
+            if share:
+                most = max(most, step_copied(role.step, role.row) / (share * forward_s))
+        return most / GB
 
     def peak(self, row: int, level: int) -> int:
         """Bytes of a rank at a level."""
@@ -191,7 +265,16 @@ class _MeasuredLevels:
             rank = plan.mesh.rank(**{pipeline_axis(): row})
 
             def measure_plan(shortened: Plan) -> RankStep:
-                return measure_rank(run.with_plan(shortened), rank)
+                modes_of = shortened.recompute_of
+                blocks = tuple(
+                    tuple((self.kinds[name], modes_of.get(name)) for name in each.blocks)
+                    for each in shortened.stages
+                )
+                known = self.short_steps.get((row, blocks))
+                if known is None:
+                    known = measure_rank(run.with_plan(shortened), rank)
+                    self.short_steps[row, blocks] = known
+                return known.of_equal_blocks(shortened)
 
             self.steps[signature] = measure_repeated(plan, row, run.block_kinds(), measure_plan)
         return replace(self.steps[signature], row=row)

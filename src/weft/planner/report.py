@@ -22,8 +22,6 @@ from weft.planner.world.world_check import WorldCheck
 from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
 
-FORWARD_SHARE = 1 / 3
-"""Of the time of a pipeline: a backward has twice the products of a forward."""
 MOST_ROWS = 8
 """Roles that the text lists; of more, the first and last ones and the fullest."""
 
@@ -61,8 +59,7 @@ def _offload_lines(costs: RunCosts) -> Iterator[str]:
         f"{memory_text(copied)} a step out and back"
     )
     if costs.prediction is not None:
-        step = costs.prediction.step
-        forward_s = FORWARD_SHARE * (1 - step.bubble) * step.pipeline_s
+        forward_s = costs.prediction.step.forward_s
         yield (
             f"  hidden behind the forward at {copied / forward_s / 1e9:.0f} GB/s to the host or more; slower below "
             "(PCIe x16, published: 32 of generation 4, 64 of 5)"

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from weft.config.optimizers import is_user_class, rule_names
+from weft.config.optimizers import is_user_class, rule_names, uses_8_bits
 from weft.config.schema import OptimConfig, PrecisionConfig
 from weft.core.precision import Dtype
 
@@ -96,9 +96,11 @@ def magnifies_noise(optim: OptimConfig) -> bool:
 def has_jumps(optim: OptimConfig) -> bool:
     """Whether a rounding error of float32 may change an update by far more than itself: by the sign
     of an entry that is small beside the others, or by rounding a matrix to bfloat16; of a user's
-    class that is not known.
+    class that is not known. So does a state whose 8 bits are another code.
     """
-    return any(name in ("lion", "muon") or is_user_class(name) for name in rule_names(optim))
+    names = rule_names(optim)
+    has_rules = any(name in ("lion", "muon") or is_user_class(name) for name in names)
+    return has_rules or uses_8_bits(optim)
 
 
 def perturbations(

@@ -13,6 +13,7 @@ from weft.config.optimizers import AdafactorOptions, MuonOptions, options_of
 from weft.config.schema import OptimConfig, OptimGroup
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked
+from weft.prove.plain_codes import rounded_to_8_bits
 from weft.prove.plain_rules import (
     Index,
     ParameterSettings,
@@ -68,6 +69,10 @@ class PlainOptimizer:
             )
             rule = self._rule(settings.optimizer)
             rule.update(update)
+            if settings.state_block:
+                for key, value in self.state[name].items():
+                    if value.shape == param.shape:
+                        value.copy_(rounded_to_8_bits(key, value, settings.state_block))
 
     def _rule(self, name: str) -> PlainRule:
         if name not in self.rules:
@@ -96,7 +101,19 @@ class PlainOptimizer:
             decay=decay,
             betas=group.betas or optim.betas,
             matrices=tuple(_matrices(param, axes, splits=splits)),
+            state_block=self._state_block(group, name, param),
         )
+
+    def _state_block(self, group: OptimGroup, name: str, param: Tensor) -> int:
+        """Its group decides; else the run does, for matrices of at least 16 blocks that embed
+        nothing.
+        """
+        optim = self.optim
+        is_wanted = optim.state_dtype == "8bit" and not name.startswith("embed")
+        is_wanted = is_wanted and param.dim() > 1 and param.numel() >= 16 * optim.state_block
+        if group.state_dtype is not None:
+            is_wanted = group.state_dtype == "8bit" and param.dim() > 0
+        return optim.state_block if is_wanted else 0
 
     def _group(self, name: str) -> OptimGroup:
         for group in self.optim.groups:

@@ -29,6 +29,7 @@ class ParameterSettings:
         decay: weight decay per unit of learning rate.
         betas: decay rates of both moments.
         matrices: places of its logical matrices.
+        state_block: entries of a row that share the scale of their states' 8 bits; 0: no 8 bits.
     """
 
     optimizer: str
@@ -36,6 +37,7 @@ class ParameterSettings:
     decay: float
     betas: tuple[float, float]
     matrices: tuple[Index, ...] = ()
+    state_block: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.comm import Comm
+from weft.config.optimizers import uses_8_bits
 from weft.core.axes import local_update_axis
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation, has_jumps
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds, wide_note
@@ -96,7 +97,8 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
     if subject.has_drawn_pairs:
         notes.append(LABELS_NOTE if subject.run.loss == "classify" else PAIRS_NOTE)
     if _is_compared_in_float64_alone(subject):
-        notes.append(JUMPS_NOTE.format(subject.optim.name))
+        states = " with states in 8 bits" if uses_8_bits(subject.optim) else ""
+        notes.append(JUMPS_NOTE.format(f"{subject.optim.name}{states}"))
     for each in in_number_types(subject):
         if each.inner.dtype is not None:
             notes.append(INNER_NOTE.format(each.inner.block, dtype_text(each.inner.dtype)))

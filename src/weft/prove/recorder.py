@@ -346,6 +346,7 @@ class Recorder:
                     site = Site.of_parameter(number, params, owner, owner)
                 else:
                     site = _moment_site(number, moments, owner, section)
+                    tensor = local.decoded(section)
                 self._keep_flat(site, tensor, place)
             for section, tensor in local.whole.items():
                 site = _moment_site(number, moments, owner, section)

@@ -12,7 +12,9 @@ from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import newest_path
 from weft.checkpoint.state import MODEL
 from weft.core.axes import Box
+from weft.parallel.zero.state_codes import ABSMAX
 from weft.prove.places import Whole
+from weft.prove.plain_codes import decoded
 from weft.prove.record import Observed, RankRecord, Site
 
 SUFFIX = " as stored"
@@ -33,11 +35,20 @@ def stored_tensors(run_folder: Path) -> Iterator[tuple[str, str, Tensor]]:
     path = newest_path(run_folder)
     assert path is not None, "the run has saved"
     checkpoint = open_checkpoint(path)
-    for section_name in checkpoint.sections:
-        if section_name in NF4_SECTIONS:  # the model is read from them
+    stored = checkpoint.sections
+    for section_name in stored:
+        # the model is read from the first, and moments from the others, with their codes
+        if section_name in NF4_SECTIONS or section_name.endswith(ABSMAX):
             continue
         section = checkpoint.section(section_name)
         key = section_name.partition("/")[2]
         for owner, shape in section.shapes.items():
             name = owner if section_name == MODEL else f"{owner} {key}"
-            yield owner, name, section.read(owner, Box.whole(shape))
+            values = section.read(owner, Box.whole(shape))
+            largest_name = section_name + ABSMAX
+            if largest_name in stored and owner in checkpoint.section(largest_name).shapes:
+                of_blocks = checkpoint.section(largest_name)
+                largest = of_blocks.read(owner, Box.whole(of_blocks.shapes[owner]))
+                length = checkpoint.manifest.facts.run["optim"]["state_block"]
+                values = decoded(values, largest, length)
+            yield owner, name, values

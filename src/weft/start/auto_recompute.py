@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Protocol
 
+from weft.config.hardware import hardware_of_cuda
 from weft.config.run import Run, hardware_of
 from weft.core.dimension import pipeline_axis
 from weft.errors import ConfigError, Fault, PlanError, counted
@@ -102,13 +103,18 @@ def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenRecomp
             return _chosen(value, f"{where}: {_fit(peak, limit)}; --{KEY} {AUTO} chooses anew")
         why_anew = f"; anew, as the recorded choice needs {memory(peak)}"
     plain = measured_run.with_values({KEY: "none"})
-    choose = partial(_choice, plain, limit.num_bytes, is_on_gpu=is_on_gpu)
+    host_bytes = None
+    if is_on_gpu and (before_ranks or detect(os.environ) is not None):
+        host_bytes = (1 - HEADROOM) * machine_bytes() / num_local_ranks(run)
+    choose = partial(_choice, plain, limit.num_bytes, is_on_gpu=is_on_gpu, host_bytes=host_bytes)
     answer = _answer(choose, before_ranks=before_ranks)
     peak = max(answer["peaks"])
     reasons = [_fit(peak, limit) if peak <= limit.num_bytes else _misfit(peak, limit)]
     if answer["policy"] != "none":
         reasons.append(f"{memory(max(answer['without']))} without recomputation")
     reasons.extend(_more_flops(answer["flops"]))
+    if answer["copied_gb_s"]:
+        reasons.append(f"copies take no time from {answer['copied_gb_s']:.0f} GB/s to the host")
     return _chosen(f"{CHOSEN}{answer['policy']}", ", ".join(reasons) + why_anew)
 
 
@@ -177,16 +183,31 @@ def _answer(measure: Callable[[], Answer], *, before_ranks: bool) -> Answer:
     return answer
 
 
-def _choice(run: Run, limit: float, *, is_on_gpu: bool) -> Answer:
+def _choice(run: Run, limit: float, *, is_on_gpu: bool, host_bytes: float | None) -> Answer:
+    """What is chosen.
+
+    Args:
+        host_bytes: memory of the host for the activations of a rank; None: it is not here.
+    """
     from weft.planner.measure.measured_run import MeasuredRun  # late: only for this choice
+    from weft.planner.recompute_choice import HostMemory
     from weft.planner.recompute_choice import choose_recompute as choose
 
-    choice = choose(MeasuredRun.of(run), limit, is_on_gpu=is_on_gpu)
+    host = None
+    if host_bytes is not None:
+        from weft.run.devices import gpu_names
+
+        devices = [hardware_of_cuda(name) for name in gpu_names()]
+        known = [each for each in devices if each is not None and each.host_gb_s]
+        if known and len(known) == len(devices):
+            host = HostMemory(host_bytes, min(known, key=lambda each: each.host_gb_s))
+    choice = choose(MeasuredRun.of(run), limit, is_on_gpu=is_on_gpu, host=host)
     return {
         "policy": choice.policy.text,
         "peaks": choice.peaks,
         "without": choice.peaks_without,
         "flops": choice.flops,
+        "copied_gb_s": choice.copied_gb_s,
     }
 
 

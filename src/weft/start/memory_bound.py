@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.config.optimizers import uses_8_bits
 from weft.config.run import Run
 from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import local_update_axes, pipeline_axis
@@ -80,10 +81,11 @@ class StateBytes:
         is_trained = not run.lora.rank
         weight_size = NF4_BYTES if run.lora.quantize == "nf4" else size
         states = STATES.get(run.optim.name, 0)
+        state_size = 1 if uses_8_bits(run.optim) else size
         return StateBytes(
             weights=weight_size * (once if zero == 3 else on_all),
             gradients=is_trained * gradient_size * (once if zero >= 2 else on_all),
-            optimizer=is_trained * states * size * (once if zero >= 1 else on_all),
+            optimizer=is_trained * states * state_size * (once if zero >= 1 else on_all),
         )
 
 

@@ -201,7 +201,7 @@ class StateDigests:
     def _tensors(self) -> Iterator[ReplicatedTensor]:
         model = self.state.model
         for local in param_states(self.state):
-            tensors = {**local.tensors, **local.whole}
+            tensors = {**local.tensors, **local.of_blocks, **local.whole}
             for section, tensor in tensors.items():
                 name = f"{section}/{local.param.name}"
                 yield ReplicatedTensor(name=name, axes=local.replica_axes, tensor=tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -16,8 +16,10 @@ from weft.config.schema import OptimConfig
 from weft.core.shard import DimAxis
 from weft.parallel.zero.matrix_shards import MatrixExchange
 from weft.parallel.zero.param_entries import ParamEntries
+from weft.parallel.zero.state_codes import StateBlocks
 from weft.train.optimizers.contract import Optimizer, State
 from weft.train.optimizers.groups import GroupSettings, group_names, make_rule, splits_stacked
+from weft.train.optimizers.states_in_8_bits import StatesIn8Bits
 from weft.train.optimizers.user_class import run_with_sums
 
 LogicalAxes = Mapping[str, tuple[DimAxis, ...]]
@@ -58,12 +60,14 @@ class RuleGroup:
 
     Attributes:
         exchanges: of a rule that needs whole matrices.
+        codes: of states in 8 bits.
     """
 
     settings: GroupSettings
     names: tuple[str, ...]
     rule: Optimizer
     exchanges: tuple[MatrixExchange, ...]
+    codes: StatesIn8Bits | None = None
 
 
 class NamedOptimizer:
@@ -132,7 +136,11 @@ class NamedOptimizer:
                 exchanges = self._exchanges_of(names)
             else:
                 exchanges = ()
-            found.append(RuleGroup(settings=settings, names=names, rule=rule, exchanges=exchanges))
+            codes = None
+            if settings.state_block:
+                entries = {name: self.entries[name] for name in names}
+                codes = StatesIn8Bits(rule, entries, settings.state_block, self.comm)
+            found.append(RuleGroup(settings, names, rule, exchanges, codes))
         return tuple(found)
 
     @cached_property
@@ -151,13 +159,16 @@ class NamedOptimizer:
     @cached_property
     def state(self) -> dict[str, State]:
         """Parameter name -> the rule's key ("exp_avg", ...) -> tensor; zero before the first step."""
-        rules: dict[str, Optimizer] = {}
+        groups: dict[str, RuleGroup] = {}
         for group in self.groups:
-            rules.update(dict.fromkeys(group.names, group.rule))
+            groups.update(dict.fromkeys(group.names, group))
         found = {}
         for name, param in self.params.items():
-            shape = self.entries[name].shape
-            found[name] = rules[name].fresh_state(param, shape)
+            group = groups[name]
+            if group.codes is not None:
+                found[name] = group.codes.fresh(name, param)
+            else:
+                found[name] = group.rule.fresh_state(param, self.entries[name].shape)
         return found
 
     @cached_property
@@ -230,7 +241,7 @@ class NamedOptimizer:
                 self._update_with_sums(group, settings)
             else:
                 for exchange in group.exchanges:
-                    self._update_matrices(group.rule, exchange, settings)
+                    self._update_matrices(group, exchange, settings)
 
     def _grads(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gradients of those parameters that this rank holds entries of."""
@@ -241,33 +252,53 @@ class NamedOptimizer:
                 grads[name] = param.grad
         return grads
 
-    def _update(self, group: RuleGroup, settings: Mapping[str, float], skip: Tensor | None) -> None:
-        grads = self._grads(group.names)
-        if not grads:
+    def _with_states(
+        self, group: RuleGroup, names: Sequence[str]
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, State]]]:
+        """Gradients and states of those parameters that this rank holds entries of; of states in 8
+        bits their values, part by part, of which codes are made when the part has been updated.
+        """
+        codes = group.codes
+        if codes is None:
+            grads = self._grads(names)
+            yield grads, {name: self.state[name] for name in grads}
             return
+        for part in codes.parts(names):
+            grads = self._grads(part)
+            values = {
+                name: codes.values(name, self.state[name], dtype=self.params[name].dtype)
+                for name in grads
+            }
+            yield grads, values
+            codes.store(part, self.state, values)
+
+    def _update(self, group: RuleGroup, settings: Mapping[str, float], skip: Tensor | None) -> None:
         update = group.rule.update_all
         if skip is not None:
             update = partial(group.rule.update_all_unless, skip)
-        update(
-            [self.params[name] for name in grads],
-            list(grads.values()),
-            [self.state[name] for name in grads],
-            lr=settings["lr"],
-            weight_decay=settings["weight_decay"],
-        )
+        for grads, states in self._with_states(group, group.names):
+            if grads:
+                update(
+                    [self.params[name] for name in grads],
+                    list(grads.values()),
+                    list(states.values()),
+                    lr=settings["lr"],
+                    weight_decay=settings["weight_decay"],
+                )
 
     def _update_matrices(
-        self, rule: Optimizer, exchange: MatrixExchange, settings: Mapping[str, float]
+        self, group: RuleGroup, exchange: MatrixExchange, settings: Mapping[str, float]
     ) -> None:
+        rule = group.rule
         dtype = self._gather_dtype(rule)
         like = self._like.new_zeros(0, dtype=dtype)
         grads = self._grads(exchange.names)
         directions = {}
+        for own, states in self._with_states(group, exchange.names):
+            for name, grad in own.items():
+                directions[name] = rule.direction(grad, states[name]).to(dtype)
         for name in exchange.names:
-            if name in grads:
-                direction = rule.direction(grads[name], self.state[name])
-                directions[name] = direction.to(dtype)
-            elif name in self.params:
+            if name in self.params and name not in grads:
                 directions[name] = torch.zeros_like(self.params[name], dtype=dtype)
         for each in exchange.run(directions, rule.transform, like=like):
             name = each.matrix.name
@@ -336,8 +367,17 @@ class NamedOptimizer:
         for group in self.groups:
             for name in group.names:
                 ndim = len(self.entries[name].shape)
-                found[name] = frozenset(group.rule.state_axes(ndim))
+                keys = frozenset(group.rule.state_axes(ndim))
+                found[name] = keys if group.codes is None else group.codes.state_keys(name)
         return found
+
+    def state_blocks(self) -> dict[str, StateBlocks]:
+        """The blocks of each parameter here whose states have 8 bits."""
+        found: dict[str, StateBlocks] = {}
+        for group in self.groups:
+            if group.codes is not None:
+                found.update(group.codes.blocks)
+        return {name: blocks for name, blocks in found.items() if name in self.params}
 
 
 def make_optimizer(

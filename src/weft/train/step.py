@@ -194,6 +194,7 @@ class TrainStep:
             grads=self.grads,
             optimizer_state=optimizer.state,
             optimizer_keys=optimizer.state_keys(),
+            state_blocks=optimizer.state_blocks(),
             local_updates=self.local_updates,
         )
 

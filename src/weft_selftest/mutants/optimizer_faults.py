@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.tp import AXIS as TP_AXIS
+from weft.parallel.zero.state_codes import SIGNED, UNSIGNED
 from weft_selftest.mutants.changes import named_argument
 from weft_selftest.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
 
@@ -24,6 +25,9 @@ ANY_AXIS = ("",)
 OF_LION = MutantLayout("dp2", options="--optim.name lion")
 OF_MUON = MutantLayout("tp2", options="--optim.name muon")
 OF_ADAFACTOR = MutantLayout("tp2", options="--optim.name adafactor")
+CODES = "weft.train.optimizers.states_in_8_bits:StatesIn8Bits"
+BLOCKS = "weft.parallel.zero.state_codes:StateBlocks"
+IN_8_BITS = MutantLayout("tp2", options="--optim.state_dtype 8bit --optim.state_block 24")
 GROUPED = MutantLayout("dp2", options="--optim.groups '*norm*: lr_scale=0.1' '*: lr_scale=2'")
 
 
@@ -97,6 +101,21 @@ def without_relative_step(update: Callable[..., Any], rule: Any, *args: Any, **n
     """Steps are never below the smallest scale times a thousand."""
     other = type(rule)(beta2_decay=rule.beta2_decay, eps=(rule.eps[0], 1.0), d=rule.d)
     yield from update(other, *args, **named)
+
+
+def largest_of_next_block(absmax: Callable[..., Tensor], blocks: Any, values: Tensor) -> Tensor:
+    """Each block has the scale of the one after it."""
+    return absmax(blocks, values).roll(-1)
+
+
+def largest_of_own_entries(join: Callable[..., None], codes: Any, *args: Any) -> None:
+    """A block that a shard cuts has a scale of each rank's own."""
+
+
+def signed_codes(fresh: Callable[..., Any], codes: Any, name: str, param: Tensor) -> Any:
+    """The second moment has codes of the map of the first."""
+    state = fresh(codes, name, param)
+    return {key: x.to(SIGNED) if x.dtype == UNSIGNED else x for key, x in state.items()}
 
 
 def last_group(group_of: Callable[..., int | None], name: str, groups: tuple[Any, ...]) -> Any:
@@ -197,6 +216,30 @@ MUTANTS = (
         "the root mean square of a parameter does not scale its step",
         OF_ADAFACTOR,
         (FunctionFault(f"{ADAFACTOR}.update_with_sums", without_relative_step),),
+        axes=ANY_AXIS,
+        blocks=PARAMETERS,
+    ),
+    Mutant(
+        "states_in_8_bits_have_the_scale_of_the_next_block",
+        "moments are too large or too small, on one device, too",
+        IN_8_BITS,
+        (FunctionFault(f"{BLOCKS}.absmax", largest_of_next_block),),
+        axes=ANY_AXIS,
+        blocks=PARAMETERS,
+    ),
+    Mutant(
+        "blocks_that_shards_cut_have_a_scale_of_each_rank",
+        "moments are rounded to other values than on one device",
+        IN_8_BITS,
+        (FunctionFault(f"{CODES}._join_cut", largest_of_own_entries),),
+        axes=(TP_AXIS,),
+        blocks=PARAMETERS,
+    ),
+    Mutant(
+        "second_moments_have_signed_codes",
+        "half of the codes are never used, and small moments become 0",
+        IN_8_BITS,
+        (FunctionFault(f"{CODES}.fresh", signed_codes),),
         axes=ANY_AXIS,
         blocks=PARAMETERS,
     ),

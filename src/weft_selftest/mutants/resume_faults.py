@@ -58,6 +58,18 @@ def lost_step_number(load: Callable[..., None], params: Iterable[ParamState], se
 
 
 @torch.no_grad()
+def codes_of_a_scale_of_one(
+    load: Callable[..., None], params: Iterable[ParamState], section: Any
+) -> None:
+    """Codes are read, and the largest values of their blocks are not."""
+    states = list(params)
+    load(states, section)
+    for local in states:
+        for largest in local.of_blocks.values():
+            largest.fill_(1.0)
+
+
+@torch.no_grad()
 def initial_parameters(
     load: Callable[..., None], params: Iterable[ParamState], section: Any
 ) -> None:
@@ -132,6 +144,14 @@ MUTANTS = (
         axes=ANY_AXIS,
         blocks=PARAMETERS,
         reference=references.KEMPNERFORGE_MOMENTS,
+    ),
+    Mutant(
+        "scales_of_states_in_8_bits_are_not_restored",
+        "codes stand for other moments",
+        MutantLayout("dp2", options="--optim.state_dtype 8bit"),
+        (FunctionFault(LOAD, codes_of_a_scale_of_one),),
+        axes=ANY_AXIS,
+        blocks=PARAMETERS,
     ),
     Mutant(
         "the_step_number_of_the_optimizer_is_not_restored",

@@ -98,7 +98,16 @@ def optimizer_faults(optim: OptimConfig) -> Iterator[Fault]:
     for group in optim.groups:
         if group.optimizer is not None and group.optimizer != optim.name:
             yield from _name_faults("optim.groups", group.optimizer)
+        if group.state_dtype == "8bit" and (group.optimizer or optim.name) == "adafactor":
+            yield _sums_in_8_bits("optim.groups", group.match)
+    if optim.state_dtype == "8bit" and optim.name == "adafactor":
+        yield _sums_in_8_bits("optim.state_dtype", "8bit")
     yield from _hidden_groups(optim.groups)
+
+
+def _sums_in_8_bits(key: str, got: str) -> Fault:
+    what = "adafactor keeps sums of rows and columns, which have no 8 bits"
+    return Fault(key, what, got=got, need="params", fix="leave it out, or --optim.name adamw")
 
 
 def _name_faults(key: str, name: str) -> Iterator[Fault]:

@@ -17,14 +17,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.axes import Box
-from weft.core.shard import shard_of
+from weft.core.shard import Shard, shard_of
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.zero.flat_params import FlatLayout
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_entries import ParamEntries, Shape
 from weft.parallel.zero.param_group import ParamGroup
@@ -36,18 +38,52 @@ def param_entries(model: ParallelModel, reducer: GradientReducer) -> dict[str, P
     """
     found: dict[str, ParamEntries] = {}
     for group in reducer.trained_groups:
+        held_by = _held_by(model, group)
         for place, span in enumerate(group.layout.spans):
-            found[span.name] = _entries_of(model, group, place)
+            found[span.name] = _entries_of(model, group, place, held_by)
     return found
 
 
-def _entries_of(model: ParallelModel, group: ParamGroup, place: int) -> ParamEntries:
-    comm = model.comm
+@dataclass(frozen=True)
+class _HeldByRank:
+    """The shards of a group's parameters on one rank, and their layout in its flat memory."""
+
+    shards: tuple[Shard, ...]
+    layout: FlatLayout
+
+
+def _held_by(model: ParallelModel, group: ParamGroup) -> Callable[[int], _HeldByRank]:
+    """What each rank holds of a group: where tp divides unevenly, ranks have shards of other sizes,
+    which ZeRO cuts at other entries.
+    """
     plan = model.plan
+    params = [model.shards[span.name] for span in group.layout.spans]
+
+    @cache
+    def held_by(rank: int) -> _HeldByRank:
+        shards = tuple(
+            shard_of(
+                param.name,
+                param.shape,
+                param.logical,
+                rule=plan.sharding_rule,
+                mesh=plan.mesh,
+                rank=rank,
+            )
+            for param in params
+        )
+        sizes = {param.name: (shard.size,) for param, shard in zip(params, shards, strict=True)}
+        return _HeldByRank(shards, group.layout_of(sizes))
+
+    return held_by
+
+
+def _entries_of(
+    model: ParallelModel, group: ParamGroup, place: int, held_by: Callable[[int], _HeldByRank]
+) -> ParamEntries:
+    comm = model.comm
     mesh = comm.mesh
-    layout = group.layout
-    span = layout.spans[place]
-    param = model.shards[span.name]
+    param = model.shards[group.layout.spans[place].name]
     group_axes = group.axes if group.policy.zero else ()
     spread_over = {*param.shard_axes, *group_axes}
     axes = tuple(name for name in mesh.wide_axes if name in spread_over)
@@ -55,17 +91,11 @@ def _entries_of(model: ParallelModel, group: ParamGroup, place: int) -> ParamEnt
 
     def boxes_at(index: int) -> tuple[Box, ...]:
         rank = ranks[index]
-        shard = shard_of(
-            span.name,
-            param.shape,
-            param.logical,
-            rule=plan.sharding_rule,
-            mesh=plan.mesh,
-            rank=rank,
-        )
-        group_index = mesh.index(rank, group_axes)
-        entries = layout.overlap(span, group_index).in_param
-        return shard.boxes_of_range(entries.start, entries.stop)
+        held = held_by(rank)
+        entries = held.layout.overlap(
+            held.layout.spans[place], mesh.index(rank, group_axes)
+        ).in_param
+        return held.shards[place].boxes_of_range(entries.start, entries.stop)
 
     return ParamEntries(
         shape=param.shape,
@@ -73,6 +103,7 @@ def _entries_of(model: ParallelModel, group: ParamGroup, place: int) -> ParamEnt
         axes=axes,
         index=comm.index(axes),
         boxes_at=boxes_at,
+        num_holders=len(ranks),
     )
 
 

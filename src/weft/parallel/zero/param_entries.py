@@ -34,6 +34,7 @@ class ParamEntries:
         axes: mesh axes over whose ranks the entries are spread, each entry on one of them.
         index: of this rank along `axes`.
         boxes_at: rank along `axes` -> boxes of the whole parameter, in the order of its tensor.
+        num_holders: ranks along `axes`.
     """
 
     shape: Shape
@@ -41,6 +42,7 @@ class ParamEntries:
     axes: tuple[str, ...]
     index: int
     boxes_at: Callable[[int], tuple[Box, ...]]
+    num_holders: int = 1
 
     @staticmethod
     def whole(shape: Shape, logical: tuple[DimAxis, ...] = ()) -> ParamEntries:

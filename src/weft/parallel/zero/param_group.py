@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class ParamGroup:
         stage: the local pipeline stage whose backward completes the gradients.
         num_stages: the most local pipeline stages that use one parameter.
         index: of this rank's shard.
+        layout_of: layout of its parameters on a rank, from their shapes there.
         unsharded_params: the parameters that modules use, in `policy.compute`; None where they stay
             in their own memory.
         sharded_param: this rank's entries of the values, in `policy.params`; the optimizer updates
@@ -81,10 +83,9 @@ class ParamGroup:
         if policy.zero:
             self.index = comm.index(axes)
             num_shards = comm.degree(axes)
-        shapes = {name: tuple(param.shape) for name, param in params.items()}
-        self.layout = FlatLayout.of(
-            shapes, num_shards, alignment=FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1
-        )
+        alignment = FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1
+        self.layout_of = partial(FlatLayout.of, num_shards=num_shards, alignment=alignment)
+        self.layout = self.layout_of({name: tuple(param.shape) for name, param in params.items()})
         self.missing: set[str] = set()
         self.expect_gradients()
         self.is_reduced = False

@@ -127,6 +127,25 @@ class RankStep:
     attention: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
 
+    def of_equal_blocks(self, plan: Plan) -> RankStep:
+        """The step with the names of another plan, whose stages have equal blocks at equal places."""
+        names: dict[str, str] = {"": ""}
+        for own, other in zip(self.plan.stages, plan.stages, strict=True):
+            names.update(zip(own.blocks, other.blocks, strict=True))
+
+        def renamed(region: RecordedRegion) -> RecordedRegion:
+            segments = [replace(each, block=names[each.block]) for each in region.segments]
+            return replace(region, peak_block=names[region.peak_block], segments=segments)
+
+        return replace(
+            self,
+            plan=plan,
+            actions={key: renamed(region) for key, region in self.actions.items()},
+            phases={name: renamed(region) for name, region in self.phases.items()},
+            in_fixed_order={key: renamed(each) for key, each in self.in_fixed_order.items()},
+            regions=tuple(map(renamed, self.regions)),
+        )
+
 
 def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
     """A micro-batch of this rank on the meta device."""
@@ -400,7 +419,8 @@ def _checkpoint_bytes(step: TrainStep) -> float:
     for state in param_states(step.state()):
         if state.is_alias:
             continue
-        num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        tensors = (*state.tensors.values(), *state.of_blocks.values())
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         held += num_bytes / state.num_replicas
     return held
 

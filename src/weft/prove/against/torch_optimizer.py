@@ -82,6 +82,8 @@ def whole_optimizer(
     """The optimizer of a run, and what computes it, for the report."""
     plain = PlainOptimizer(params, optim, axes)
     rules = {settings.optimizer for settings in plain.settings.values()}
+    if any(settings.state_block for settings in plain.settings.values()):
+        rules.add("states in 8 bits")
     if rules == {"adamw"}:
         return TorchOptimizer(params, optim, plain.settings), "torch.optim.AdamW"
     if rules == {"sgd"}:

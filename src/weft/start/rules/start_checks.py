@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from weft.checkpoint.resume import RESUME_KEYS, resume_faults
-from weft.config.optimizers import is_user_class
+from weft.config.optimizers import is_user_class, uses_8_bits
 from weft.config.rules.checks import Check
 from weft.config.rules.layout import sums_have_no_order
 from weft.config.run import Run
@@ -119,14 +119,14 @@ def folder_checks(run: Run) -> tuple[Check, ...]:
 
 
 def _optimizer_faults(optim: OptimConfig, model: ModelSection, lora: LoraConfig) -> Iterable[Fault]:
-    """What is wrong with a user's optimizer class, or with groups of parameters; torch is imported
-    only for these.
+    """What is wrong with a user's optimizer class, its states, or groups of parameters; torch is
+    imported only for these.
     """
     if is_user_class(optim.name):
         from weft.train.optimizers.user_class import class_faults  # imports torch
 
         yield from class_faults(optim.name, optim.options)
-    if optim.groups:
+    if optim.groups or (uses_8_bits(optim) and is_user_class(optim.name)):
         from weft.train.optimizers.start_checks import group_faults  # imports torch
 
         yield from group_faults(optim, model, lora)

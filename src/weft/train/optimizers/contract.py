@@ -68,10 +68,12 @@ class Optimizer:
     Attributes:
         kind: one of these.
         states: state key -> its axes, see `StateAxes`.
+        nonnegative: keys of states that are never negative; in 8 bits they have twice the precision.
     """
 
     kind: ClassVar[Kind] = "elementwise"
     states: ClassVar[Mapping[str, StateAxes]] = {}
+    nonnegative: ClassVar[frozenset[str]] = frozenset()
 
     def state_axes(self, ndim: int) -> Mapping[str, StateAxes]:
         """The state of a parameter with `ndim` dims; default: `states`."""

@@ -45,6 +45,7 @@ class AdamW(Optimizer):
         "exp_avg": "entries",
         "exp_avg_sq": "entries",
     }
+    nonnegative: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
 
     def __init__(self, *, betas: tuple[float, float], eps: float, fused: bool = True) -> None:
         self.betas = betas

@@ -11,6 +11,7 @@ from weft.config.optimizers import (
     AdafactorOptions,
     MuonOptions,
     group_of,
+    has_8_bits,
     is_user_class,
     muon_updates,
     options_of,
@@ -37,6 +38,7 @@ class GroupSettings:
         lr_scale: factor of the run's learning rate.
         weight_decay: per unit of learning rate.
         betas: decay rates of both moments.
+        state_block: entries of a block of states in 8 bits; 0: states are as parameters.
     """
 
     optimizer: str
@@ -44,12 +46,15 @@ class GroupSettings:
     lr_scale: float
     weight_decay: float
     betas: tuple[float, float]
+    state_block: int = 0
 
     def __str__(self) -> str:
         matched = f"{self.match}: " if self.match else ""
         text = f"{matched}{self.optimizer}, weight decay {self.weight_decay:g}"
         if self.lr_scale != 1:
             text += f", lr x {self.lr_scale:g}"
+        if self.state_block:
+            text += ", states in 8 bits"
         return text
 
 
@@ -104,6 +109,7 @@ def _settings(
         lr_scale=lr_scale,
         weight_decay=decay if group.weight_decay is None else group.weight_decay,
         betas=group.betas or optim.betas,
+        state_block=optim.state_block if has_8_bits(optim, group, name, shape) else 0,
     )
 
 
@@ -137,7 +143,11 @@ def make_rule(
             options = optim.options
         else:
             options = {}
-        return make_user_optimizer(name, options)
+        rule = make_user_optimizer(name, options)
+        if settings.state_block and rule.kind == "reductions":
+            what = f"{name} is of the kind reductions, whose states have no 8 bits"
+            raise ConfigError(Fault("optim.state_dtype", what, got="8bit", need="params"))
+        return rule
     if name == "adamw":
         return AdamW(betas=settings.betas, eps=optim.eps, fused=not fixed_order)
     if name == "lion":
