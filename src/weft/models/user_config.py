@@ -15,7 +15,10 @@ from weft.errors import ConfigError, Fault
 from weft.models.field_help import field_descriptions
 from weft.models.user_model import KEY, Model
 
-CONTEXT_FIELDS = ("max_seq_len", "context", "block_size")
+CONTEXT_FIELDS = (
+    "max_seq_len", "context", "context_length", "context_size", "block_size", "n_ctx", "n_positions",
+    "max_position_embeddings", "max_positions",
+)  # fmt: skip
 """Fields that name the longest sequence of a model, if there is one."""
 
 

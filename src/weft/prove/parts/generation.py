@@ -23,10 +23,17 @@ from weft.generate.job import SUPPORTED_AXES, GenerationJob, inference_model, ma
 from weft.generate.model_source import ModelSource
 from weft.generate.request import Request
 from weft.generate.sample import Sampling, TokenPosition, sample_token
+from weft.models.user_family import UserFamily
 from weft.parallel.model.parallelize import ParallelModel
 from weft.prove.bounds import TOLERANCE
 from weft.prove.parts.comparisons import Compared, Comparisons
-from weft.prove.parts.plain_generation import PlainTexts, generate_plainly, plain_blocks
+from weft.prove.parts.plain_generation import (
+    PlainTexts,
+    generate_plainly,
+    is_generating,
+    plain_blocks,
+    plain_outputs,
+)
 from weft.prove.parts.prompts import Prompt, prompts_of
 from weft.prove.parts.stopped_run import fresh_records
 from weft.prove.parts.watched_decoder import TokenPlace, WatchedDecoder
@@ -90,11 +97,29 @@ def _prompts(subject: Subject) -> tuple[Prompt, ...]:
     vocab = run.model.axis_sizes()["vocab"]
     longest = prompts_of([0], most_positions=None, is_long=True)[-1]
     num_tokens = len(longest.tokens) + longest.num_new
+    if limit is None and not _takes(subject, [0] * num_tokens):
+        limit = run.data.seq_len  # its code has a table of positions that no field names
     return prompts_of(
         batch.inputs.flatten().tolist(),
         most_positions=limit,
         is_long=limit is None and num_tokens * vocab <= MOST_LOGITS,
     )
+
+
+def _takes(subject: Subject, text: Sequence[int]) -> bool:
+    """Whether a user's model computes a text of this length; weft's own families compute any."""
+    config = inference_model(subject.model)
+    family = family_of(config, subject.run.lora)
+    if not isinstance(getattr(family, "plain", family), UserFamily):
+        return True
+    blocks = family.blocks(config)
+    try:
+        plain_outputs(
+            {name: block.double() for name, block in blocks.items() if is_generating(name)}, [text]
+        )
+    except Exception:  # noqa: BLE001 - a user's forward may raise anything
+        return False
+    return True
 
 
 @dataclass(frozen=True)

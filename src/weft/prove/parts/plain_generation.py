@@ -49,7 +49,12 @@ def plain_blocks(family: Family, config: ModelConfig, source: Source) -> dict[st
             param.requires_grad_(False)
     for block in blocks.values():
         block.double()
-    return {name: block for name, block in blocks.items() if not name.startswith(ONLY_TRAINED)}
+    return {name: block for name, block in blocks.items() if is_generating(name)}
+
+
+def is_generating(block: str) -> bool:
+    """Whether a text needs a block."""
+    return not block.startswith(ONLY_TRAINED)
 
 
 def generate_plainly(
