@@ -147,6 +147,8 @@ REJECTED = (
     '--precision.params bfloat16',
     '--precision.params float16 --precision.compute float16',
     '--precision.compute float16 --precision.reduce bfloat16',
+    '--precision.fp8_exclude q',
+    '--precision.linears fp8 --model.name mnist',
 )  # fmt: skip
 """One example of each error; a test checks that every check is covered."""
 

@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 def opinion_of(words: str, *, steps: int = 3, full: bool = False) -> ProofReport:
     """The comparison of these flags with transformers."""
     run = load(shlex.split(words), FAMILIES)
-    mapping = check_support(run.model, run.lora, loss=run.loss)
+    mapping = check_support(run.model, run.lora, run.precision, loss=run.loss)
     compared = run if full else reduced(run, accepts_sizes)
     subject = Subject.of(compared, steps=steps)
     return prove_against(subject, mapping=mapping, configured=run.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from pydantic import Field
 
 from weft.commands.console import check_files, print_json, print_result
 from weft.config.command_options import JsonOptions, take_options
+from weft.config.fp8 import fp8_notes
 from weft.config.run import Run, hardware_of, plan_of
 from weft.data.epochs import DataSummary
 from weft.errors import EXIT_FAILED, EXIT_OK
@@ -49,6 +51,8 @@ def explain(words: Sequence[str]) -> int:
     layout = explain_plan(plan, kind=run.model.kind)
     if output.json is None:
         print_result(layout)
+        for note in fp8_notes(run.precision, run.model):
+            print_result(textwrap.fill(note, 80, subsequent_indent="  "))
     num_read = run.steps * run.batch.global_size
     data = DataSummary.of(run.data, run.model, num_read=num_read)
     if output.json is None:

@@ -23,6 +23,7 @@ SUFFIX = ".toml"
 PEAK_SHARES = {"bfloat16": 1.0, "float16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 """Peak of matrix products as a share of bfloat16, where there is no figure: those of the A100."""
 PEAK_FIELDS = {
+    "float8_e4m3fn": "fp8_tflops",
     "bfloat16": "bf16_tflops",
     "float16": "fp16_tflops",
     "float32": "fp32_tflops",
@@ -84,6 +85,7 @@ class HardwareTable(ConfigSection):
     fp32_tflops: Figure | None = None
     tf32_tflops: Figure | None = None
     fp64_tflops: Figure | None = None
+    fp8_tflops: Figure | None = None
     hbm_tb_s: Figure
     link_gb_s: Figure | None = None
     link_topology: LinkTopology = "switch"
@@ -120,7 +122,7 @@ class Hardware:
         network_gb_s: of one device between nodes, one direction; 0: not known. `bandwidths_are_known`
             rejects worlds that need what is not known.
         host_gb_s: of one device to the memory of its host, one direction; 0: not known.
-        fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
+        fp8_tflops, fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
         tf32_tflops: of float32 matrix products in TF32; see `for_matmul`.
         power_w: of one device under load.
         price_usd_h: of one device, in dollars an hour.
@@ -143,6 +145,7 @@ class Hardware:
     fp32_tflops: float | None = None
     tf32_tflops: float | None = None
     fp64_tflops: float | None = None
+    fp8_tflops: float | None = None
     power_w: float | None = None
     price_usd_h: float | None = None
     device: DeviceType = "cuda"

@@ -430,6 +430,14 @@ class PrecisionConfig(ConfigSection):
         "ieee",
         description="float32 matrix products on GPUs: exact, or rounded to 10 bits and faster",
     )
+    linears: Literal["default", "fp8"] = Field(
+        "default",
+        description="products of the layers' linears: as compute says, or of rows rounded to 8-bit floats",
+    )
+    fp8_exclude: tuple[str, ...] = Field(
+        (),
+        description="linears not in fp8, by name or pattern as lora.targets; output projections and routers never are",
+    )
 
 
 class LoraConfig(ConfigSection):

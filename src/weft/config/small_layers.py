@@ -112,7 +112,8 @@ def _with_layers(model: ModelSection, number: int) -> Iterator[ModelSection]:
 def _roles(run: Run) -> tuple[LayerRole, ...]:
     """The role of each layer."""
     kinds = layer_kinds(run.model, run.data.seq_len)
-    patterns = [*(group.match for group in run.optim.groups), *run.lora.targets]
+    of_linears = (*run.lora.targets, *run.precision.fp8_exclude)
+    patterns = [*(group.match for group in run.optim.groups), *of_linears]
     roles = []
     for index, kind in enumerate(kinds):
         own = (each for each in patterns if _names_some(each, len(kinds)) and _names(each, index))
@@ -149,11 +150,15 @@ def _with_model(run: Run, model: ModelSection, roles: Sequence[LayerRole]) -> Ru
         for group in run.optim.groups
         for match in _renamed(group.match, roles, number)
     ]
-    targets = [name for target in run.lora.targets for name in _renamed(target, roles, number)]
+
+    def renamed(patterns: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for pattern in patterns for name in _renamed(pattern, roles, number))
+
     values: dict[str, Any] = {
         "model": model,
         "optim.groups": tuple(groups),
-        "lora.targets": tuple(targets),
+        "lora.targets": renamed(run.lora.targets),
+        "precision.fp8_exclude": renamed(run.precision.fp8_exclude),
         "pipeline.split": _split(run.pipeline.split, len(roles)),
     }
     return run.with_values(values)

@@ -20,6 +20,7 @@ DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("data.packing", "stream"),
     ("optim.clip", 0.0),
     ("optim.state_dtype", "params"),
+    ("precision.linears", "default"),
     ("precision.params", "float32"),
     ("precision.reduce", "float32"),
     ("precision.compute", "float32"),

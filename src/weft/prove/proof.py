@@ -35,7 +35,7 @@ from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
-JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
+JUMPS_NOTE = "compared in float64 alone: {} magnify rounding errors of other types"
 INNER_NOTE = "{} casts to {}, whatever the types of the run: bounds are those of that type"
 PAIRS_NOTE = "the preference pairs are drawn; --full compares those of the run"
 LABELS_NOTE = "the labelled texts are drawn"
@@ -98,7 +98,8 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
         notes.append(LABELS_NOTE if subject.run.loss == "classify" else PAIRS_NOTE)
     if _is_compared_in_float64_alone(subject):
         states = " with states in 8 bits" if uses_8_bits(subject.optim) else ""
-        notes.append(JUMPS_NOTE.format(f"{subject.optim.name}{states}"))
+        what = "linears in fp8" if subject.has_fp8 else f"updates of {subject.optim.name}{states}"
+        notes.append(JUMPS_NOTE.format(what))
     for each in in_number_types(subject):
         if each.inner.dtype is not None:
             notes.append(INNER_NOTE.format(each.inner.block, dtype_text(each.inner.dtype)))
@@ -134,8 +135,10 @@ def in_number_types(subject: Subject) -> list[Subject]:
 
 
 def _is_compared_in_float64_alone(subject: Subject) -> bool:
-    """Whether updates magnify rounding errors of its float32."""
+    """Whether linears in fp8, or updates, magnify rounding errors of its types."""
     types = subject.types
+    if subject.has_fp8:
+        return not types.is_exact
     has_16_bits = types.eps > torch.finfo(torch.float32).eps
     return not has_16_bits and not types.is_exact and has_jumps(subject.optim)
 

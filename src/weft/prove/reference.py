@@ -25,6 +25,7 @@ from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_buffers import PlainBuffers
+from weft.prove.plain_fp8 import use_plain_fp8
 from weft.prove.plain_nf4 import quantized_plainly
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import (
@@ -94,6 +95,7 @@ class Reference:
         self.blocks = dict(family.blocks(task.model))
         if task.has_token_losses:
             use_plain_losses(self.blocks)
+        use_plain_fp8(self.blocks)
         tie(self.blocks, ties)
         self.buffers = PlainBuffers(
             self.blocks, compute=self.types.compute, dtype=self.types.params

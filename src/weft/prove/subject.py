@@ -186,7 +186,7 @@ class Subject:
             rows=rows,
             num_samples=max(HALF_BATCHES * run.batch.global_size // 2, 1),
         )
-        family = family_of(run.model, run.lora, neftune=run.neftune)
+        family = family_of(run.model, run.lora, neftune=run.neftune, precision=run.precision)
         last_of_several = steps if steps > 1 else None
         subject = Subject(run, family, samples, steps, first_unclipped=last_of_several)
         if run.model.kind != "tokens":
@@ -214,7 +214,7 @@ class Subject:
     @staticmethod
     def of_recorded(run: Run, *, steps: int) -> Subject:
         """The subject of a run as it was trained: its data is as it is."""
-        family = family_of(run.model, run.lora, neftune=run.neftune)
+        family = family_of(run.model, run.lora, neftune=run.neftune, precision=run.precision)
         return Subject(run, family, open_data(run.data, run.model), steps)
 
     # the same model and data in another run
@@ -246,6 +246,11 @@ class Subject:
             return self
         changed = on_mesh(self.run, mesh)
         return None if changed is None else replace(self, run=changed)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether linears compute in fp8."""
+        return self.run.precision.linears == "fp8"
 
     @property
     def has_drawn_pairs(self) -> bool:
@@ -377,9 +382,11 @@ class Subject:
     def types_text(self) -> str:
         """Number types: "float32", or "bfloat16, parameters float32, sums float32"."""
         precision = self.run.precision
+        linears = ", linears in fp8" if self.has_fp8 else ""
         if precision.params == precision.compute == precision.reduce:
-            return precision.compute
-        return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
+            return f"{precision.compute}{linears}"
+        sums = f"parameters {precision.params}, sums {precision.reduce}"
+        return f"{precision.compute}{linears}, {sums}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, starts_new
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
+from weft.config.fp8 import fp8_notes
 from weft.config.hf.architectures import PREFIX
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import read_json
@@ -136,6 +137,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
     found.extend(map(str, unused_keys))
     found.extend(map(str, samples_are_on(sample=run.sample, sample_every=run.sample_every)))
     found.extend(rate_notes(run.optim))
+    found.extend(fp8_notes(run.precision, run.model))
     found.extend(_offload_notes(run))
     found.extend(_prediction_notes(run.hardware, run.site))
     found.extend(_outer_step_notes(run.device_mesh, run.site, num_steps=run.steps))

@@ -86,7 +86,7 @@ def prove_config(
 
 def _prove_against(run: Run, *, steps: int, full: bool, rows: Rows) -> ProofReport:
     """Compare with transformers' class of the model."""
-    mapping = check_support(run.model, run.lora, loss=run.loss)
+    mapping = check_support(run.model, run.lora, run.precision, loss=run.loss)
     from weft.prove.against.proof import prove_against  # late: it imports torch
     from weft.prove.subject import ProofCase, reduced_case
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
+from weft.config.fp8 import fp8_linears
 from weft.config.schema import (
     BatchConfig,
     LoraConfig,
     ModelSection,
     OptimConfig,
     ParallelConfig,
+    PrecisionConfig,
     SiteConfig,
 )
 from weft.core.dimension import local_update_axes, plain_data_axes, position_axes, sequence_axes
@@ -29,6 +31,7 @@ from weft.hf.folder import HfFolder
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import example_of
+from weft.models.common.fp8_linears import with_fp8
 from weft.models.common.lora import adapted
 from weft.models.common.neftune import noisy
 from weft.models.common.nf4 import quantized_matrices
@@ -101,9 +104,20 @@ def build_model(
     return replace(model, materialize=initialize, quantized=quantized)
 
 
-def family_of(model: ModelSection, lora: LoraConfig, *, neftune: float = 0.0) -> Family:
-    """The family of a model, with its adapters and the noise on its embeddings, if any."""
-    return noisy(adapted(FAMILIES[model.name], lora), neftune)
+def family_of(
+    model: ModelSection,
+    lora: LoraConfig,
+    *,
+    neftune: float = 0.0,
+    precision: PrecisionConfig | None = None,
+) -> Family:
+    """The family of a model, with its adapters and the noise on its embeddings, if any.
+
+    Args:
+        precision: of a training run; None: linears compute in the type of their operands.
+    """
+    in_fp8 = fp8_linears(precision, model) if precision is not None else ()
+    return noisy(adapted(with_fp8(FAMILIES[model.name], in_fp8), lora), neftune)
 
 
 def check_initial_parameters(model: ModelSection) -> None:

@@ -83,7 +83,7 @@ def step_groups(run: Run) -> StepGroups:
 
 def loss_family(run: Run) -> Family:
     """The family of a run's model, with its adapters, its noise and its loss."""
-    family = family_of(run.model, run.lora, neftune=run.neftune)
+    family = family_of(run.model, run.lora, neftune=run.neftune, precision=run.precision)
     if run.loss == DPO:
         return with_preference_loss(family, run.dpo)
     return with_score_loss(family, run.loss)

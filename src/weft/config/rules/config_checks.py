@@ -105,6 +105,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("guard",), partial(sections.guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(sections.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(sections.rank_is_low, run.lora, model)),
+        Check(("precision", "model"), partial(sections.fp8_names_exist, run.precision, model)),
         Check(
             ("lora", "model", "mesh"), partial(sections.base_is_quantizable, run.lora, model, mesh)
         ),

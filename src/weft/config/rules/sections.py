@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from weft.config.alert_keys import IN_VARIABLE, URL, VARIABLE
+from weft.config.fp8 import fp8_linears
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.hf.architectures import is_architecture_name
 from weft.config.lora import DEFAULT_RANK, adapted_linears, matches
@@ -191,6 +192,31 @@ def targets_exist(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
         if not any(matches(target, linear) for linear in linears):
             what = f"no linear of {model.family} has this name"
             yield Fault("lora.targets", what, got=repr(target), fix=_nearest_target(target, model))
+
+
+def fp8_names_exist(precision: PrecisionConfig, model: ModelConfig) -> Iterable[Fault]:
+    """With fp8 the model has linears, every pattern excludes one, and one is left."""
+    excluded = precision.fp8_exclude
+    if precision.linears != "fp8":
+        if excluded:
+            what = "names linears, and precision.linears is default"
+            yield Fault("precision.fp8_exclude", what, fix="--precision.linears fp8")
+        return
+    linears = model.linears()
+    if not linears:
+        what = f"{model.family} has no attention or feed-forward linears that fp8 is for"
+        fix = "--precision.linears default"
+        yield Fault("precision.linears", what, got="fp8", need="a language model", fix=fix)
+        return
+    for target in excluded:
+        if not any(matches(target, linear) for linear in linears):
+            what = f"no linear of {model.family} in fp8 has this name"
+            leaves = sorted({linear.rpartition(".")[2] for linear in linears})
+            fix = did_you_mean(target.rpartition(".")[2] or target, leaves)
+            yield Fault("precision.fp8_exclude", what, got=repr(target), fix=fix)
+    if not fp8_linears(precision, model):
+        what = "leaves no linear in fp8"
+        yield Fault("precision.fp8_exclude", what, fix="--precision.linears default")
 
 
 def _nearest_target(target: str, model: ModelConfig) -> str:

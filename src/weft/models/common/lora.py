@@ -34,6 +34,7 @@ from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.models import Family, builders_of
 from weft.models.common.layers import ScoreHead
 from weft.models.common.lazy_blocks import Builder, Builders
+from weft.models.common.linear_products import PRODUCT, product_of
 from weft.models.common.moe import Router
 from weft.models.common.nf4 import block_dims
 
@@ -83,6 +84,7 @@ class LoraLinear(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         scale = lora.alpha / lora.rank
+        vars(self)[PRODUCT] = product_of(linear)
         self.lora_dropout = lora.dropout
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
         self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
@@ -90,7 +92,7 @@ class LoraLinear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        y = F.linear(input, self.weight, bias_before_magnitude(self))
+        y = product_of(self)(input, self.weight, bias_before_magnitude(self))
         return with_magnitude(self, plus_adapter(self, input, y))
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
 from weft.models.common.init import path_below
 from weft.models.common.layers import Loss, RegionInput
+from weft.models.common.linear_products import PRODUCT
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META
 from weft.parallel.model.module_copy import copied_module
-from weft.parallel.tensor.dims import Dims, is_sharded
+from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
@@ -88,6 +90,11 @@ def instrument(
     for path, module in block.named_modules():
         locator = _locator(path_below(name, path), trace)
         module.register_forward_pre_hook(locator)
+    for path, linear in _take_fp8(block):
+        if path not in (*kinds.columns, *kinds.rows, *kinds.inner_rows):
+            linear.register_forward_pre_hook(_whole_rows(trace))
+            if kinds.is_in_region(path):
+                raise PlanError(_partial_rows_fault(path_below(name, path)))
     for path in kinds.columns:
         if not kinds.is_in_region(path):
             reader = _reader(path_below(name, path), trace)
@@ -99,6 +106,33 @@ def instrument(
         region = block.get_submodule(path)
         block = replace_module(block, region, TracedRegion(region, trace))
     return block
+
+
+def _take_fp8(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linears in fp8 with their paths; from now on they are traced as plain ones."""
+    for path, module in block.named_modules():
+        if vars(module).pop(PRODUCT, None) is not None:
+            yield path, module
+
+
+def _whole_rows(trace: ShardingTrace) -> PreHook:
+    """A hook for a whole linear in fp8: the gradient of its output must be whole, since a sum of rounded
+    parts is not the rounded sum.
+    """
+
+    def check(_: nn.Module, args: tuple[Any, ...]) -> None:
+        value = trace.value(args[0])
+        if value.inside and not value.sharded:
+            fault = _partial_rows_fault(trace.module)
+            raise ShardingError(fault.what, fix=fault.fix)
+
+    return check
+
+
+def _partial_rows_fault(name: str) -> Fault:
+    what = "computes in fp8 inside a tensor-parallel region, where each rank has a part of its gradient"
+    fix = f"add {name.partition('.')[2]} to --precision.fp8_exclude"
+    return Fault(name, what, fix=fix)
 
 
 def _stand_ins(

@@ -12,6 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.axes import span_sizes
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.models.common.linear_products import PRODUCT, product_of, share_rows
 from weft.models.common.lora import (
     bias_before_magnitude,
     magnitude_of,
@@ -84,6 +85,8 @@ class ColumnParallelLinear(MarkedLayer):
         self.entries = entries
         self.region = region
         self.deferred = None
+        share_rows(module, largest_out=region.largest)
+        vars(self)[PRODUCT] = product_of(module)
         take_adapter(self, module)
         return self
 
@@ -94,13 +97,13 @@ class ColumnParallelLinear(MarkedLayer):
         bias = bias_before_magnitude(self)
         if self.entries is not None:
             x, deferred = self.entries.read(x, self)
-            y = linear(x, deferred, bias)
+            y = linear(x, deferred, bias, product_of(self))
         elif self.deferred is not None:
             # the region's entry, at a `RegionInput`, has set it for this forward
-            y = linear(x, self.deferred, bias)
+            y = linear(x, self.deferred, bias, product_of(self))
             self.deferred = None
         else:
-            y = nn.functional.linear(x, self.weight, bias)
+            y = product_of(self)(x, self.weight, bias)
         y = with_magnitude(self, plus_adapter(self, x, y))
         if self.gather_output:
             return self._gathered(y)
@@ -188,12 +191,14 @@ class RowParallelLinear(MarkedLayer):
         self.weight = cast(nn.Parameter, module.weight)
         self.bias = module.bias
         self.region = region
+        share_rows(module, largest_in=region.largest)
+        vars(self)[PRODUCT] = product_of(module)
         take_adapter(self, module)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
-        partial = nn.functional.linear(x, self.weight)
+        partial = product_of(self)(x, self.weight, None)
         partial = plus_adapter(self, x, partial)
         y = self.region.leave(partial)
         if magnitude_of(self) is not None:

@@ -41,6 +41,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
+from weft.models.common.linear_products import LinearProduct, rows
 from weft.parallel.autograd.split_backward import active_split_backward
 from weft.parallel.tensor.autocast import autocast
 
@@ -102,6 +103,10 @@ class Region:
             return ops.reduce_from_region(y, self.comm, self.axis)
         return ops.reduce_scatter(y, self.comm, self.axis, dim=self.dim)
 
+    def largest(self, magnitudes: Tensor) -> Tensor:
+        """The largest of each over the ranks that share the rows which these are of."""
+        return self.comm.all_reduce(magnitudes, self.axis, op="max")
+
 
 class HasWeight(Protocol):
     """A linear, as far as an entry needs to know it."""
@@ -160,11 +165,14 @@ class SharedEntries:
         return entry
 
 
-def linear(x: Tensor, deferred: DeferredWeight, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, deferred: DeferredWeight, bias: Tensor | None, product: LinearProduct
+) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
+    weight = deferred.weight
     if active_split_backward() is not None:
-        return nn.functional.linear(x, deferred.weight, bias)
-    y: Tensor = _Linear.apply(x, deferred.weight, bias, deferred)  # type: ignore[no-untyped-call]
+        return product(x, weight, bias)
+    y: Tensor = _Linear.apply(x, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -247,12 +255,7 @@ class _Weight(torch.autograd.Function):
 def _as_matrices(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(dy, x) as dy^T[out, N] and x[N, in], whose product is the weight's gradient."""
     dy, x = pair
-    return _rows(dy).t(), _rows(x)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x[..., features] as a matrix; one vector is one row."""
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    return rows(dy).t(), rows(x)
 
 
 class _Linear(torch.autograd.Function):
@@ -260,24 +263,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferred: DeferredWeight,
+        product: LinearProduct,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
-        y = nn.functional.linear(x, weight, bias)
+        ctx.product = product
+        y = product.output(x, weight, bias)
         # no view in the eyes of autograd: the caller may change it in place, as with nn.Linear
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return unviewed
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = None
         d_weight = None
         d_bias = None
         if needs_x:
-            dx = dy @ weight
+            dx = ctx.product.input_gradient(dy, weight)
         if needs_weight and torch.is_grad_enabled():
             dy_t, x_rows = _as_matrices((dy, x))
             d_weight = torch.mm(dy_t, x_rows)
@@ -286,5 +295,5 @@ class _Linear(torch.autograd.Function):
             pairs.append((dy, x))
             d_weight = _placeholder(dy, weight.shape)
         if needs_bias:
-            d_bias = _rows(dy).sum(0)
-        return dx, d_weight, d_bias, None
+            d_bias = rows(dy).sum(0)
+        return dx, d_weight, d_bias, None, None

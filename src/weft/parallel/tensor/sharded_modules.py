@@ -15,10 +15,11 @@ from weft.models.common.batch import drop_batch
 from weft.models.common.embedding_noise import NoisyEmbedding
 from weft.models.common.init import path_below
 from weft.models.common.layers import RegionOutput
+from weft.models.common.linear_products import Fp8Linear
 from weft.models.common.lora import LoraLinear
 from weft.parallel.tp import AXIS
 
-LINEARS = (nn.Linear, LoraLinear)
+LINEARS = (nn.Linear, LoraLinear, Fp8Linear)
 EMBEDDINGS = (nn.Embedding, NoisyEmbedding)
 """Classes of linears and embeddings that the parallel ones stand for; a subclass of the user's may compute
 something else.
@@ -35,12 +36,14 @@ class ShardedModules:
     Attributes:
         columns: linears whose output features are sharded.
         rows: linears whose input features are sharded.
+        inner_rows: those of them inside declared regions: each rank has a part of the results.
         embeddings: embeddings whose vocabulary is sharded.
         regions: modules that declare both ends of a region.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    inner_rows: tuple[str, ...]
     embeddings: tuple[str, ...]
     regions: tuple[str, ...]
 
@@ -67,10 +70,12 @@ def find_sharded_modules(
     search = _ModuleSearch(axes, rule)
     for path, module in block.named_modules():
         search.visit(path, module, name=path_below(name, path))
-    rows = [path for path in search.rows if not is_below_any(path, search.regions)]
+    inner_rows = [path for path in search.rows if is_below_any(path, search.regions)]
+    rows = [path for path in search.rows if path not in inner_rows]
     return ShardedModules(
         columns=tuple(search.columns),
         rows=tuple(rows),
+        inner_rows=tuple(inner_rows),
         embeddings=tuple(search.embeddings),
         regions=tuple(search.regions),
     )

@@ -18,6 +18,7 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
+from weft.models.common.linear_products import share_rows
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.model.dropout_blocks import DropoutShards
 from weft.parallel.tensor.dims import DECLARE_AXES, Dim, DimFactor
@@ -289,6 +290,8 @@ def _make_parallel(
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
         row = RowParallelLinear.from_linear(linear, region)
         block = replace_module(block, linear, row)
+    for path in modules.inner_rows:
+        share_rows(block.get_submodule(path), largest_in=region.largest)
     for path in modules.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"

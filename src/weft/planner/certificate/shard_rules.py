@@ -7,6 +7,7 @@ these find to be partial, and knows no backward.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.parallel.tensor.dims import (
     Dim,
@@ -48,6 +49,11 @@ def _matrix_product(op: TypedOp) -> list[AxisType]:
             raise ShardingError(f"{op.name} adds a tensor to a partial sum, once on every rank")
         return [PARTIAL]
     return [of_dims(broadcast(op, [(*batch, rows, columns), *added], op.shape))]
+
+
+def _scaled_product(op: TypedOp) -> list[AxisType]:
+    """_scaled_mm(a, b, scales of rows of a and columns of b): a product of numbers in fp8."""
+    return _matrix_product(replace(op, operands=op.operands[:2]))
 
 
 def _addmm_in_place(op: TypedOp) -> list[AxisType]:
@@ -176,6 +182,7 @@ def _copy_into(op: TypedOp) -> list[AxisType]:
 
 _RULES: Mapping[ShardRule, tuple[str, ...]] = {
     _matrix_product: ("mm", "bmm", "addmm", "baddbmm"),
+    _scaled_product: ("_scaled_mm",),
     _addmm_in_place: ("addmm_",),
     _linear: ("linear",),
     _sum: ("sum",),

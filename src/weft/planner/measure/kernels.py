@@ -24,7 +24,7 @@ class KernelLaunch:
     """One launch of an operation; equal shapes give equal kernels.
 
     Attributes:
-        dtype: of the first result.
+        dtype: of the first result; of a product in fp8 that of its operands.
         flops: multiplications and additions.
         num_bytes: size of all distinct inputs and outputs, twice of those that are changed in
             place: what must move at least.
@@ -89,6 +89,8 @@ def kernel_of(
         flops = ATTENTION_FLOPS[packet](args)
         sizes = _attention_sizes(packet, args)
         return KernelLaunch("attention", dtype, flops, num_bytes, sizes)
+    if packet is aten._scaled_mm:
+        dtype = str(args[0].dtype).removeprefix("torch.")
     if packet in GEMM_SIZES:
         batch, rows, columns, inner = GEMM_SIZES[packet](args)
         flops = 2 * batch * rows * columns * inner
@@ -162,6 +164,7 @@ GEMM_SIZES: dict[Any, Callable[[Sequence[Any]], GemmSizes]] = {
     aten.bmm: _bmm,
     aten.baddbmm: _baddbmm,
     aten._grouped_mm: _grouped_mm,
+    aten._scaled_mm: _mm,
 }
 
 

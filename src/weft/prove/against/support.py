@@ -12,7 +12,7 @@ from weft.config.hf.mapping import HFMapping, Json
 from weft.config.hf.read_config import CONFIG, hf_mappings
 from weft.config.hf.safetensors_files import read_json
 from weft.config.hf.write_config import config_json, unwritable
-from weft.config.schema import LoraConfig, ModelSection
+from weft.config.schema import LoraConfig, ModelSection, PrecisionConfig
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, UserError
 from weft.models import FAMILIES
@@ -25,13 +25,15 @@ DTYPE = "float64"
 PADDING = "pad_token_id"
 
 
-def check_support(model: ModelSection, lora: LoraConfig, *, loss: str) -> HFMapping:
+def check_support(
+    model: ModelSection, lora: LoraConfig, precision: PrecisionConfig, *, loss: str
+) -> HFMapping:
     """How transformers names the model.
 
     Raises:
         UserError: transformers is missing, or does not compute this model, or the loss is another.
     """
-    faults = tuple(_faults(model, lora))
+    faults = tuple(_faults(model, lora, precision))
     if faults:
         raise UserError(*faults)
     if loss != CROSS_ENTROPY:
@@ -43,7 +45,7 @@ def check_support(model: ModelSection, lora: LoraConfig, *, loss: str) -> HFMapp
     return mapping
 
 
-def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
+def _faults(model: ModelSection, lora: LoraConfig, precision: PrecisionConfig) -> Iterator[Fault]:
     if importlib.util.find_spec(LIBRARY) is None:
         yield Fault(KEY, "transformers is not installed", fix='pip install "weft-train[oracle]"')
         return
@@ -59,6 +61,10 @@ def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
         return
     yield from unwritable(model, FAMILIES)
     yield from _drop_out_faults(model)
+    if precision.linears == "fp8":
+        what = "transformers' classes have no linears in fp8"
+        fix = "prove the layout without --against, or with --precision.linears default"
+        yield Fault("precision.linears", what, got="fp8", need="default", fix=fix)
     if lora.rank:
         yield Fault(
             "lora.rank",

@@ -15,6 +15,7 @@ from weft.models.common.init import named_parameters
 from weft.models.common.moe import MoE, Router
 from weft.parallel.model.ties import block_of, shared_parameters
 from weft.prove.plain_buffers import prepare_plain
+from weft.prove.plain_fp8 import use_plain_fp8
 from weft.train.init_from import lazy_blocks, place_buffers
 
 
@@ -64,6 +65,7 @@ class MetaChain:
         updated = prepare_plain(blocks, compute)
         if has_token_losses:
             use_plain_losses(blocks)
+        use_plain_fp8(blocks)
         place_buffers(blocks.values(), device=device, dtype=compute)
         ties = {**shared_parameters(blocks, {}), **family.ties(config)}
         owners: dict[str, dict[str, str]] = {name: {} for name in blocks}

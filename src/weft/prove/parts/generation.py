@@ -15,6 +15,7 @@ from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import newest_path
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
+from weft.config.schema import PrecisionConfig
 from weft.core.mesh import Mesh
 from weft.data.tokenizer import BYTES, open_tokenizer
 from weft.generate.cache import install_kv_cache
@@ -37,6 +38,7 @@ from weft.prove.parts.plain_generation import (
 from weft.prove.parts.prompts import Prompt, prompts_of
 from weft.prove.parts.stopped_run import fresh_records
 from weft.prove.parts.watched_decoder import TokenPlace, WatchedDecoder
+from weft.prove.plain_fp8 import use_plain_fp8
 from weft.prove.proof import Failed
 from weft.prove.raw_batch import batch_of, samples_of_step
 from weft.prove.record import RankRecord
@@ -148,12 +150,14 @@ class _GenerationProof:
         if failed is not None:
             yield failed
             return
-        right = self._plain_texts()
+        right = self._plain_texts(self.subject.run.precision)
         mesh = self.subject.mesh
         yield self._compared(mesh, texts, right, f"after training, on {mesh}")
         job = self._job()
         mesh = job.request.device_mesh
         texts.clear()
+        if self.subject.has_fp8:  # `weft generate` computes in the type of compute
+            right = self._plain_texts(None)
 
         def generate_from_checkpoint() -> None:
             texts.extend(self._run(mesh, partial(self._generate_from_checkpoint, job)))
@@ -232,13 +236,13 @@ class _GenerationProof:
 
     # on one device
 
-    def _plain_texts(self) -> PlainTexts:
+    def _plain_texts(self, precision: PrecisionConfig | None) -> PlainTexts:
         path = newest_path(self.out)
         assert path is not None, "the run has saved"
         config = inference_model(self.subject.model)
-        blocks = plain_blocks(
-            family_of(config, self.subject.run.lora), config, open_checkpoint(path).section(MODEL)
-        )
+        family = family_of(config, self.subject.run.lora, precision=precision)
+        blocks = plain_blocks(family, config, open_checkpoint(path).section(MODEL))
+        use_plain_fp8(blocks)
         return generate_plainly(
             blocks,
             self.prompts,

@@ -16,6 +16,7 @@ from weft.errors import ConfigError, Fault
 from weft.models.code_of_run import code_of_run
 from weft.start.rules import machine, run_folders
 from weft.start.rules.data_sources import READ_KEYS, sample_faults, source_faults, validation_faults
+from weft.start.rules.fp8_on_gpus import fp8_gpu_faults
 from weft.track.alert_rules import alert_faults
 from weft.track.tracker import tracker_faults
 
@@ -54,6 +55,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(machine.device_faults, run.device)),
         Check(("compile", "device"), partial(machine.compiler_faults, run.compile, run.device)),
+        Check(("precision", "device", "mesh", "model"), partial(fp8_gpu_faults, run)),
         Check(
             reads=(
                 "device",

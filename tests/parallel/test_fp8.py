@@ -1,0 +1,102 @@
+"""Linears in fp8 under tensor parallelism: scales of rows that ranks share, and layouts against one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.prove.faults import report_of
+from weft.comm.comm import Comm
+from weft.errors import PlanError
+from weft.models.common.linear_products import use_fp8
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.tensor.region import Region, SharedEntries
+from weft.testing import run_ranks
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.plant import planted
+
+FP8 = "--precision.linears fp8"
+
+
+def uneven(*shape: int, dim: int) -> Tensor:
+    """Numbers of which the second half along a dim is smaller by 2^-16: it has entries below the normal
+    range of e4m3 if it has the scale of the first half, and not if it has one of its own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    size = shape[dim] // 2
+    x.narrow(dim, size, size).mul_(2.0**-16)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_row_that_ranks_share_has_one_scale(kind: str) -> None:
+    """Of a row-parallel linear in the forward, of a column-parallel one in the backward."""
+    dim = 0 if kind == "column" else 1
+    whole = nn.Linear(16, 16, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        whole.weight.copy_(uneven(16, 16, dim=dim))
+    use_fp8(whole)
+    x = uneven(4, 16, dim=1)
+    dy = uneven(4, 16, dim=1)
+
+    def on(linear: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        weight = linear.get_parameter("weight")
+        y = linear(x)
+        return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+
+    y, dx, dw = on(whole, x, dy)
+
+    def rank(comm: Comm) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        own = slice(8 * comm.index("tp"), 8 * comm.index("tp") + 8)
+        shard = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        rows, columns = (own, slice(None)) if kind == "column" else (slice(None), own)
+        shard.weight = nn.Parameter(whole.weight.detach()[rows, columns].clone())
+        use_fp8(shard)
+        region = Region(comm, "tp", False)
+        if kind == "column":
+            linear = ColumnParallelLinear.from_linear(shard, region, SharedEntries(region))
+            found = on(linear, x, dy[:, own])
+            return found, (y[:, own], dx, dw[own])
+        found = on(RowParallelLinear.from_linear(shard, region), x[:, own], dy)
+        return found, (y, dx[:, own], dw[:, own])
+
+    for found, right in run_ranks("tp2", rank):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '--mesh "dp2 tp2" --parallel.zero 3 --parallel.sequence True --parallel.recompute full',
+        "--model.name gpt2 --mesh cp2",
+        pytest.param('--mesh "pp2 tp2" --pipeline.schedule zero_bubble', marks=pytest.mark.slow),
+        pytest.param("--mesh tp2 --lora.rank 2 --lora.dora True", marks=pytest.mark.slow),
+        pytest.param("--mesh tp2 --model.name hf:olmo2", marks=pytest.mark.slow),
+        pytest.param(
+            "--mesh tp2 --model.name deepseek --precision.fp8_exclude attn.q_a attn.kv_a",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_layout_with_linears_in_fp8_is_equal_in_float64(words: str) -> None:
+    report = report_of(f"{words} {FP8} --precision.compute bfloat16", steps=1)
+    assert report.holds, "\n".join(report.lines())
+    (compared,) = report.passes  # in float64 alone
+    assert compared.dtype == "float64, linears in fp8"
+    assert max(bound.largest for bound in compared.bounds) < 1e-10
+
+
+def test_another_scale_of_shared_rows_is_found() -> None:
+    mutant = all_mutants()["rows_in_fp8_are_scaled_by_the_smallest_of_their_parts"]
+    with planted(mutant):
+        report = report_of(f"--mesh tp2 {FP8}", steps=1)
+    assert not report.holds
+
+
+def test_a_linear_that_rounds_a_part_of_its_gradient_is_rejected() -> None:
+    """In a latent attention whole projections are inside the region of the heads."""
+    with pytest.raises(PlanError, match=r"attn.q_a: .* Fix: add attn.q_a to --precision.fp8_excl"):
+        report_of(f"--mesh tp2 --model.name deepseek {FP8}", steps=1)
