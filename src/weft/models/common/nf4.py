@@ -94,6 +94,9 @@ def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...
 def pack(matrix: Tensor, *, dim: int) -> Tensor:
     """A matrix in 4 bits: [lines, bytes], where lines run along `dim`, which has an even length."""
     lines = matrix.movedim(dim, -1)
+    if lines.is_meta:
+        num_bytes = packed_width(lines.shape[1])
+        return lines.new_empty((len(lines), num_bytes), dtype=torch.uint8)
     return torch.cat([_packed(chunk) for chunk in lines.split(_lines_at_once(lines))])
 
 
@@ -141,7 +144,7 @@ def _unpacked(packed: Tensor) -> Tensor:
 
 
 def _lines_at_once(lines: Tensor) -> int:
-    most = CHUNK_ENTRIES_ON_GPU if lines.is_cuda else CHUNK_ENTRIES
+    most = CHUNK_ENTRIES if lines.is_cpu else CHUNK_ENTRIES_ON_GPU  # plans are those of GPUs
     return max(1, most // lines.shape[1])
 
 
