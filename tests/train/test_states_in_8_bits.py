@@ -226,3 +226,14 @@ def test_a_skipped_update_on_the_device_changes_nothing() -> None:
     assert torch.equal(params["layer0.weight"], kept)
     for key, value in optimizer.state["layer0.weight"].items():
         assert torch.equal(value, before[key]), key
+
+
+def test_blocks_of_zeros_stay_zero_where_denormals_are_flushed() -> None:
+    """First moments of an adapter are zero in the first step; 0 over a flushed denormal is NaN."""
+    was_flushed = (torch.tensor(2.0**-1040, dtype=torch.float64) * 1.0 == 0).item()
+    torch.set_flush_denormal(True)
+    try:
+        right = rounded_to_8_bits("exp_avg", torch.zeros(SHAPE, dtype=torch.float64), LENGTH)
+    finally:
+        torch.set_flush_denormal(was_flushed)
+    assert torch.equal(right, torch.zeros_like(right))

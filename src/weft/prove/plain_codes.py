@@ -42,7 +42,7 @@ def decoded(codes: Tensor, largest: Tensor, length: int) -> Tensor:
 
 def _rounded(block: Tensor, *, has_sign: bool) -> Tensor:
     largest = block.abs().amax(-1, keepdim=True).float().double()
-    relative = block.double() / largest.clamp(min=math.ulp(0.0))
+    relative = block.double() / largest.where(largest > 0, 1.0)  # denormals may be flushed
     power, last = (2, 127) if has_sign else (4, 255)
     root = relative.abs() ** (1 / power)
     below = (root * last).floor()
