@@ -94,6 +94,8 @@ TINY: Mapping[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
     "rotary_dim": 8,
     "tie_word_embeddings": False,
     "is_decoder": True,
@@ -110,7 +112,7 @@ TINY_OF: Mapping[str, Mapping[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
-    "bailing_hybrid": {"linear_num_heads": 4, "linear_head_dim": 16, "num_expert_group": 1},
+    "bailing_hybrid": {"num_expert_group": 1},
 }
 """Attributes without which transformers cannot build a model of few layers, or of no file at all."""
 MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
