@@ -172,6 +172,8 @@ class UserFamily:
                     _call_own_train(made)
                 if model.blocks_of is not None and isinstance(made, nn.Module):
                     made = model.blocks_of(made)
+        except PlanError:  # a line of its own, as of a decoder of transformers
+            raise
         except Exception as error:
             what = f"{model.label}: blocks(config) raises {type_and_message(error)}"
             raise PlanError(
