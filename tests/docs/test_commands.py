@@ -7,13 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.data.chat_files import conversations, write_jsonl
-from tests.docs.commands import Command, CommandServer, commands_of
+from tests.docs.commands import Command, commands_of, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -78,9 +78,11 @@ SLOW_COMMANDS = (
     'weft train --mesh "pp2 tp2" --out runs/x ',
     'weft train --mesh "dp2 tp2" --data.source prepared ',
     "weft train --model.from_hf Llama-3.2-1B --data.source for-llama --mesh ",
+    "weft prove runs/first ",
 )
-"""Runs of README.md whose layouts, resumes and data other tests train with smaller models; no later
-command of the page reads what they write. `make slow` runs them.
+"""Runs of README.md whose layouts, resumes and data other tests train with smaller models, and the
+proof of a finished run, which `make train` ends with; no later command of the page reads what they
+write. `make slow` runs them.
 """
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which
@@ -91,40 +93,26 @@ TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many co
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[CommandServer]:
-    server = CommandServer()
-    yield server
-    server.close()
-
-
-SAVE_LLAMA = """
-import sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
-LlamaForCausalLM(config).save_pretrained(sys.argv[1])
-"""
-
-
-@pytest.fixture(scope="module")
-def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small LLaMA as transformers saves it, with a tokenizer.json."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from weft.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("hf") / "model"
-    result = server.run_code(SAVE_LLAMA, str(folder))
-    assert result.code == 0, result.text
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     text = [TEXT, *source_texts()]
     (folder / "tokenizer.json").write_text(train_bpe(text, vocab=320), encoding="utf-8")
     return folder
@@ -178,20 +166,20 @@ def marked(pages: Sequence[str]) -> list[object]:
     return [pytest.param(page, marks=slow if page in SLOW_PAGES else ()) for page in pages]
 
 
-def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -> None:
+def run_page(commands: Sequence[Command], folder: Path) -> None:
     assert commands
     for command in commands:
-        result = server.run(command, folder)
+        result = run(command, folder)
         assert result.code == 0, f"{command.text}\n{result.text}"
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", marked(PAGES))
-def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
+def test_commands_of_a_page_run_in_order(page: str, folder: Path) -> None:
     """Without those of torchrun, whose ranks import torch again, and those for `make slow`."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     commands = [command for command in commands if command.program != "torchrun"]
-    run_page([c for c in commands if not c.text.startswith(SLOW_COMMANDS)], folder, server)
+    run_page([c for c in commands if not c.text.startswith(SLOW_COMMANDS)], folder)
 
 
 def test_commands_for_make_slow_are_those_of_the_page() -> None:
@@ -203,12 +191,10 @@ def test_commands_for_make_slow_are_those_of_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", ["README.md", "docs/faults.md", "docs/generate.md"])
-def test_commands_of_a_page_run_in_order_with_torchrun(
-    page: str, folder: Path, server: CommandServer
-) -> None:
+def test_commands_of_a_page_run_in_order_with_torchrun(page: str, folder: Path) -> None:
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     assert any(command.program == "torchrun" for command in commands)
-    run_page(commands, folder, server)
+    run_page(commands, folder)
 
 
 def test_every_page_with_commands_is_run() -> None:
@@ -242,33 +228,29 @@ def recipe_of_train() -> list[str]:
     return recipe.stdout.splitlines()
 
 
-def run_shortened(
-    lines: Sequence[str], folder: Path, server: CommandServer, *, flag: str, value: str
-) -> None:
+def run_shortened(lines: Sequence[str], folder: Path, *, flag: str, value: str) -> None:
     """Run commands of weft, those that have the flag with a smaller value."""
     for line in lines:
         words = shlex.split(line)
         if flag in words:
             words[words.index(flag) + 1] = value
-        result = server.run(Command(line, tuple(words)), folder)
+        result = run(Command(line, tuple(words)), folder)
         assert result.code == 0, f"{line}\n{result.text}"
 
 
-def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
+def test_make_train_runs_commands_that_work(tmp_path: Path) -> None:
     lines = [line for line in recipe_of_train() if line.startswith(".venv/bin/weft ")]
     assert len(lines) == 2
-    run_shortened(lines, tmp_path, server, flag="--sample", value="8")
+    run_shortened(lines, tmp_path, flag="--sample", value="8")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_what_make_train_says_to_try_next_runs_after_it(
-    server: CommandServer, tmp_path: Path
-) -> None:
+def test_what_make_train_says_to_try_next_runs_after_it(tmp_path: Path) -> None:
     lines = recipe_of_train()
     train = next(line for line in lines if line.startswith(".venv/bin/weft train "))
-    run_shortened([train], tmp_path, server, flag="--sample", value="8")
+    run_shortened([train], tmp_path, flag="--sample", value="8")
     printed = [shlex.split(line)[-1].strip() for line in lines if line.startswith("echo ")]
     following = [text for text in printed if text.startswith(".venv/bin/weft ")]
     assert len(following) == 6
-    run_shortened(following, tmp_path, server, flag="--steps", value="4")
+    run_shortened(following, tmp_path, flag="--steps", value="4")
