@@ -71,6 +71,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "gpt2-cp2 tp2-allgather True",
     ),
     "generate/test_after_training.py::test_texts_between_steps_do_not_change_the_training_by_a_bit": (
+        "dp2",
         "cp2 tp2 with ring attention",
         "adapters",
         "experts",
@@ -135,6 +136,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "float32-bfloat16-float32-llama3-zero2-pp2_dp2_tp2-1f1b-m4",
     ),
     "matrix/test_dropout.py::test_drop_out_is_that_of_one_device": (
+        "gpt2-full-ring-l2-drop0.2-dp2_cp2-1f1b-m4",
         "gpt2-sp-ring-l2-drop0.2-cp2_tp2-1f1b-m4",
         "gpt2-l2-drop0.2-pp2_dp2_tp2-1f1b-m4",
         "gpt2-allgather-docs-l2-drop0.2-cp2-1f1b-m4",
@@ -144,6 +146,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "gpt2-sp-allgather-docs-l2-drop0.2-noise5-cp2_tp2-1f1b-m4",
     ),
     "matrix/test_experts.py::test_mixture_computes_what_one_device_computes": (
+        "deepseek-sp-ring-l2-ep2_cp2_tp2-1f1b-m2",
         "deepseek-zero1-l2-pp2_dp2_ep2-1f1b-m4",
     ),
     "matrix/test_families.py::test_family_computes_what_one_device_computes": (
@@ -152,6 +155,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "gemma3-tp2-1f1b-m4",
     ),
     "matrix/test_matrix.py::test_layout_computes_what_one_device_computes": (
+        "gpt2-pp2_dp2_tp2-interleaved2-m4",
         "llama3-sp-tp8-1f1b-m4",
         "gpt2-sp-tp2-1f1b-m4",
         "llama3-dp3-1f1b-m4",
@@ -226,6 +230,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "--mesh tp2 --model.name deepseek --model.mtp_depth 1",
     ),
     "parallel/test_cp.py::test_layout_with_cp_computes_what_one_device_computes": (
+        "gemma3-sp-ring-cp2_tp2-1f1b-m4",
         "mistral-allgather-cp4-1f1b-m4",
         "llama3-ring-l4-pp2_cp2-zbv2-m4",
     ),
