@@ -1,4 +1,4 @@
-"""Commands in Markdown pages, run as a shell would, with weft imported once."""
+"""Commands in Markdown pages, and a process that runs them as a shell would, with weft imported once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.programs import WEFT, programs
+from tests.programs import PRELOAD, WEFT, ProgramServer
 
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^(\.venv/bin/weft|weft|torchrun|srun|make|pip|python) ")
 TIMEOUT_S = 110
+PRELOADED = (
+    *PRELOAD,
+    "weft.commands.prove",
+    "weft.generate.main",
+    "transformers.models.llama.modeling_llama",
+)
+"""What commands of several pages import."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +74,41 @@ class Result:
     text: str
 
 
-def run(command: Command, folder: Path) -> Result:
-    """Run a command in `folder`: `weft` and torchrun as forks, other programs as processes of their own."""
-    words = command.words[1:]
-    if command.program == "weft":
-        text = (folder / command.input).read_text(encoding="utf-8") if command.input else ""
-        done = programs().run(WEFT, *words, folder=folder, timeout=TIMEOUT_S, text=text)
-    elif command.program == "torchrun":
-        torchrun = "torch.distributed.run"
-        done = programs().run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)
-    else:
-        done = _run_program(command, folder)
-    if command.output is not None:
-        (folder / command.output).write_text(done.stdout, encoding="utf-8")
-    return Result(done.returncode, done.stdout + done.stderr)
+class CommandServer:
+    """Runs commands; those of weft as forks of a process that has imported it."""
+
+    def __init__(self) -> None:
+        self._programs = ProgramServer(preload=PRELOADED)
+
+    def run(self, command: Command, folder: Path) -> Result:
+        """Run `weft ...` in `folder`; other programs run as processes of their own."""
+        done = self._run_weft(command, folder)
+        if done is None:
+            done = _run_program(command, folder)
+        if command.output is not None:
+            (folder / command.output).write_text(done.stdout, encoding="utf-8")
+        text = done.stdout + done.stderr
+        return Result(done.returncode, text)
+
+    def run_code(self, code: str, *words: str) -> Result:
+        """Run a Python program."""
+        done = self._programs.run(code, *words)
+        text = done.stdout + done.stderr
+        return Result(done.returncode, text)
+
+    def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
+        words = command.words[1:]
+        if command.program == "weft":
+            text = (folder / command.input).read_text(encoding="utf-8") if command.input else ""
+            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S, text=text)
+        if command.program == "torchrun":
+            torchrun = "torch.distributed.run"
+            return self._programs.run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)
+        return None
+
+    def close(self) -> None:
+        """End the process."""
+        self._programs.close()
 
 
 def _run_program(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -7,13 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.data.chat_files import conversations, write_jsonl
-from tests.docs.commands import Command, commands_of, run
+from tests.docs.commands import Command, CommandServer, commands_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -93,26 +93,40 @@ TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many co
 
 
 @pytest.fixture(scope="module")
-def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small LLaMA as transformers saves it, with a tokenizer.json."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def server() -> Iterator[CommandServer]:
+    server = CommandServer()
+    yield server
+    server.close()
 
+
+SAVE_LLAMA = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A small LLaMA as transformers saves it, with a tokenizer.json."""
     from weft.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("hf") / "model"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    result = server.run_code(SAVE_LLAMA, str(folder))
+    assert result.code == 0, result.text
     text = [TEXT, *source_texts()]
     (folder / "tokenizer.json").write_text(train_bpe(text, vocab=320), encoding="utf-8")
     return folder
@@ -166,20 +180,20 @@ def marked(pages: Sequence[str]) -> list[object]:
     return [pytest.param(page, marks=slow if page in SLOW_PAGES else ()) for page in pages]
 
 
-def run_page(commands: Sequence[Command], folder: Path) -> None:
+def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -> None:
     assert commands
     for command in commands:
-        result = run(command, folder)
+        result = server.run(command, folder)
         assert result.code == 0, f"{command.text}\n{result.text}"
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", marked(PAGES))
-def test_commands_of_a_page_run_in_order(page: str, folder: Path) -> None:
+def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
     """Without those of torchrun, whose ranks import torch again, and those for `make slow`."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     commands = [command for command in commands if command.program != "torchrun"]
-    run_page([c for c in commands if not c.text.startswith(SLOW_COMMANDS)], folder)
+    run_page([c for c in commands if not c.text.startswith(SLOW_COMMANDS)], folder, server)
 
 
 def test_commands_for_make_slow_are_those_of_the_page() -> None:
@@ -191,10 +205,12 @@ def test_commands_for_make_slow_are_those_of_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", ["README.md", "docs/faults.md", "docs/generate.md"])
-def test_commands_of_a_page_run_in_order_with_torchrun(page: str, folder: Path) -> None:
+def test_commands_of_a_page_run_in_order_with_torchrun(
+    page: str, folder: Path, server: CommandServer
+) -> None:
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     assert any(command.program == "torchrun" for command in commands)
-    run_page(commands, folder)
+    run_page(commands, folder, server)
 
 
 def test_every_page_with_commands_is_run() -> None:
@@ -228,29 +244,33 @@ def recipe_of_train() -> list[str]:
     return recipe.stdout.splitlines()
 
 
-def run_shortened(lines: Sequence[str], folder: Path, *, flag: str, value: str) -> None:
+def run_shortened(
+    lines: Sequence[str], folder: Path, server: CommandServer, *, flag: str, value: str
+) -> None:
     """Run commands of weft, those that have the flag with a smaller value."""
     for line in lines:
         words = shlex.split(line)
         if flag in words:
             words[words.index(flag) + 1] = value
-        result = run(Command(line, tuple(words)), folder)
+        result = server.run(Command(line, tuple(words)), folder)
         assert result.code == 0, f"{line}\n{result.text}"
 
 
-def test_make_train_runs_commands_that_work(tmp_path: Path) -> None:
+def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
     lines = [line for line in recipe_of_train() if line.startswith(".venv/bin/weft ")]
     assert len(lines) == 2
-    run_shortened(lines, tmp_path, flag="--sample", value="8")
+    run_shortened(lines, tmp_path, server, flag="--sample", value="8")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_what_make_train_says_to_try_next_runs_after_it(tmp_path: Path) -> None:
+def test_what_make_train_says_to_try_next_runs_after_it(
+    server: CommandServer, tmp_path: Path
+) -> None:
     lines = recipe_of_train()
     train = next(line for line in lines if line.startswith(".venv/bin/weft train "))
-    run_shortened([train], tmp_path, flag="--sample", value="8")
+    run_shortened([train], tmp_path, server, flag="--sample", value="8")
     printed = [shlex.split(line)[-1].strip() for line in lines if line.startswith("echo ")]
     following = [text for text in printed if text.startswith(".venv/bin/weft ")]
     assert len(following) == 6
-    run_shortened(following, tmp_path, flag="--steps", value="4")
+    run_shortened(following, tmp_path, server, flag="--steps", value="4")
