@@ -41,8 +41,6 @@ PRELOAD = (
     "weft.parallel.context.attend",
     "weft.parallel.tensor.transform",
     "numpy.ma",
-    "torch._dynamo",
-    "torch.fx.experimental.symbolic_shapes",
 )
 """What a training run imports."""
 INTEGER = struct.Struct("i")

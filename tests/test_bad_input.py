@@ -430,7 +430,7 @@ def test_other_ranks_do_not_check_the_folder_that_the_first_one_writes(place, mo
 
 def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
     monkeypatch.setattr("weft.start.environment.GPU_FILES", ("/nowhere/gpu*",))
-    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
+    monkeypatch.setattr("weft.start.environment.torch_version", lambda: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER
     assert (
@@ -440,6 +440,6 @@ def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["train", "--device", "cuda"]) == EXIT_USER
     assert "CUDA_VISIBLE_DEVICES hides all GPUs" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0+cpu")
+    monkeypatch.setattr("weft.start.environment.torch_version", lambda: "2.13.0+cpu")
     assert main(["train", "--device", "cuda"]) == EXIT_USER
     assert "this torch is built without CUDA" in capsys.readouterr().err

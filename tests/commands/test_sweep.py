@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from tests.programs import WEFT, programs
 from tests.tiny_run import TINY, write_text
 from weft.cli import main
+from weft.commands.sweep_runs import PlannedRun
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER
 
 POLL_S = 0.05
@@ -26,13 +29,27 @@ def words_of(folder: Path, *more: str) -> list[str]:
     return ["sweep", *TINY, "--data.source", str(text), "--out", out, *more]
 
 
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are processes of their own that have imported torch already; those of the tests with
+    signals start as for a user.
+    """
+
+    def train(run: PlannedRun, output: TextIO, stop: object) -> int:
+        done = programs().run(WEFT, "train", *run.words)
+        output.write(done.stdout)
+        return done.returncode
+
+    monkeypatch.setattr("weft.commands.sweep_runs._train", train)
+
+
 def events_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("forked_runs")
 def test_runs_are_trained_compared_and_resumed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     evaluated = ("--eval.every", "2", "--eval.source", str(tmp_path / "text.txt"))
     grid = ("--optim.lr", "1e-4", "1e30", "1e-2", "--optim.warmup", "0", "--steps", "2")
@@ -106,24 +123,18 @@ def test_a_stop_ends_the_run_under_way_and_starts_no_further_one(
 ) -> None:
     """SIGTERM is sent to the sweep alone, Ctrl-C to its process group, as a terminal does."""
     words = words_of(tmp_path, "--seed", "1", "2", "--steps", "100000")
-    program = subprocess.Popen(
-        [sys.executable, "-m", "weft", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
     events = tmp_path / "sweep" / "seed=1" / "events.jsonl"
-    while not (events.exists() and '"event":"step"' in events.read_text()):
-        assert program.poll() is None
-        time.sleep(POLL_S)
-    if number == signal.SIGINT:
-        os.killpg(program.pid, number)
-    else:
-        program.send_signal(number)
-    out, _ = program.communicate()
-    assert program.returncode == code, out
-    assert "go on: weft sweep --model.layers" in out
+    with programs().running(WEFT, *words) as program:
+        while not (events.exists() and '"event":"step"' in events.read_text()):
+            assert program.poll() is None
+            time.sleep(POLL_S)
+        if number == signal.SIGINT:
+            os.killpg(program.pid, number)
+        else:
+            program.send_signal(number)
+        _, err = program.communicate()
+        assert program.wait() == code, err
+    assert "go on: weft sweep --model.layers" in err
     assert not (tmp_path / "sweep" / "seed=2").exists()
     last = events_of(tmp_path / "sweep" / "seed=1")[-1]
     assert last["status"] == ("interrupted" if number == signal.SIGINT else "stopped")

@@ -59,7 +59,7 @@ LAYOUTS = (
     Layout("", BF16, is_slow=True),
     Layout("", "--parallel.recompute full", is_slow=True),
     Layout("", "--parallel.recompute selective", is_slow=True),
-    Layout("", OFFLOAD, num_layers=4, checks_streams=True),
+    Layout("", OFFLOAD, num_layers=4, checks_streams=True, is_slow=True),
     Layout("dp2", f"{OFFLOAD} --parallel.zero 3 {BF16}", num_layers=4, checks_streams=True),
     Layout("", f"{PACKED} {BF16}"),
     Layout("", PACKED, is_slow=True),

@@ -78,9 +78,11 @@ SLOW_COMMANDS = (
     'weft train --mesh "pp2 tp2" --out runs/x ',
     'weft train --mesh "dp2 tp2" --data.source prepared ',
     "weft train --model.from_hf Llama-3.2-1B --data.source for-llama --mesh ",
+    "weft prove runs/first ",
 )
-"""Runs of README.md whose layouts, resumes and data other tests train with smaller models; no later
-command of the page reads what they write. `make slow` runs them.
+"""Runs of README.md whose layouts, resumes and data other tests train with smaller models, and the
+proof of a finished run, which `make train` ends with; no later command of the page reads what they
+write. `make slow` runs them.
 """
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which

@@ -43,7 +43,10 @@ def templates() -> Mapping[str, str]:
     """
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for text, line in _texts(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        if "weft " not in source:
+            continue  # parsing all files takes seconds, in each worker of the tests
+        for text, line in _texts(ast.parse(source)):
             is_usage = (
                 text.startswith("usage") or USAGE in text or "[--" in text or TITLE.fullmatch(text)
             )

@@ -22,8 +22,11 @@ from weft.train.init_from import meta_modules
 from weft.train.optim import make_optimizer
 
 words = ("--mesh", "tp2", *sys.argv[1:])
-assert main(["explain", *words]) == 0
 assert main(["train", *words, "--steps", "1", "--out", "run"]) == 0
+others = ("weft_plan", "weft_selftest", "weft.planner")
+found = [name for name in sys.modules if name.startswith(others)]
+assert not found, f"a run has imported {found}"
+assert main(["explain", *words]) == 0
 for family in FAMILIES.values():
     meta_modules(lambda: family.blocks(family.Config()))
 param = torch.nn.Parameter(torch.ones(2, 2))
@@ -33,7 +36,8 @@ assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 """
 
 
-def test_runs_plans_skeletons_and_optimizers_import_no_compiler(tmp_path):
+def test_runs_plans_skeletons_and_optimizers_import_no_compiler_and_runs_no_planner(tmp_path):
+    """Nor the self-tests; one new interpreter for all, as each imports torch again."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *TINY],
         cwd=tmp_path,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -18,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from tests.programs import WEFT, programs
 from tests.tiny_run import TINY, write_text
 from weft.cli import main
 from weft.errors import EXIT_OK, EXIT_USER, UserError
@@ -328,8 +327,8 @@ def test_ranks_as_processes_write_their_records(tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = ("--transport", "process", "--steps", "4", "--profile", "2:4", "--out", str(out))
     source = ("--data.source", str(write_text(tmp_path)), "--prove.before", "never")
-    words = (sys.executable, "-m", "weft", "train", "--mesh", "pp2", *TINY, *source, *flags)
-    subprocess.run(words, check=True, capture_output=True, timeout=100)
+    done = programs().run(WEFT, "train", "--mesh", "pp2", *TINY, *source, *flags)
+    assert done.returncode == 0, done.stderr
     profile = read_profile(out)
     assert MeasuredSteps.of(profile).numbers == (2, 3)
     assert profile.clock_error_s == 0

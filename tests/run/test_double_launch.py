@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import programs
 
 PROGRAM = Path(__file__).with_name("double_launch.py")
 
@@ -16,8 +16,6 @@ PROGRAM = Path(__file__).with_name("double_launch.py")
     "num_pairs", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 def test_jobs_on_one_port_neither_mix_nor_hang(num_pairs):
-    ran = subprocess.run(
-        [sys.executable, str(PROGRAM), str(num_pairs)], capture_output=True, text=True, check=False
-    )
+    ran = programs().run("", str(num_pairs), script=PROGRAM, timeout=1200)
     outcomes = json.loads(ran.stdout)
     assert outcomes["ok"] == num_pairs, (outcomes, ran.stderr)

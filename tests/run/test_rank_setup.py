@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.programs import programs
 
 SCRIPT = """
 import resource, sys, torch
@@ -23,9 +22,8 @@ sys.stdout.write(f"{first} {later[-1]}")
 
 
 def test_freed_memory_is_reused_by_later_steps():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
-    )
+    done = programs().run(SCRIPT)
+    assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split())
     assert before > 30_000
     assert after < 1_000

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import WEFT, programs
 from tests.tiny_run import TINY, write_text
 from weft.cli import main
 from weft.code.trust import is_text_trusted
@@ -321,15 +322,13 @@ def test_a_run_that_is_killed_is_told(tmp_path: Path) -> None:
     command, told = teller(tmp_path)
     words = words_of(tmp_path, "--steps", "1000000", "--alert.command", command, "--mesh", "dp2")
     words[words.index("threads")] = "process"
-    program = subprocess.Popen(
-        [sys.executable, "-m", "weft", *words], stdout=subprocess.DEVNULL, start_new_session=True
-    )
     events = tmp_path / "run" / "events.jsonl"
-    while not (events.exists() and '"event":"step"' in events.read_text()):
-        assert program.poll() is None
-        time.sleep(POLL_S)
-    os.kill(program.pid, signal.SIGKILL)
-    program.wait()
+    with programs().running(WEFT, *words) as program:
+        while not (events.exists() and '"event":"step"' in events.read_text()):
+            assert program.poll() is None
+            time.sleep(POLL_S)
+        program.kill()
+        assert program.wait() == -signal.SIGKILL
     deadline_s = time.monotonic() + 60
     while not read(told) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

@@ -19,7 +19,7 @@ from weft.train.event_lines import read_run_events
 from weft.train.event_log import EVENTS, EventLog
 from weft.train.loop import run_training
 
-TEXT = "the cat sat on the mat and the dog sat on the log\n" * 20
+TEXT = "the cat sat on the mat and the dog sat on the log\n" * 5
 
 
 def trained(out, words, losses):

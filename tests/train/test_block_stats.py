@@ -207,7 +207,7 @@ def test_the_page_has_a_curve_for_each_block_and_trackers_get_the_numbers(tmp_pa
 
 def test_the_curves_of_many_blocks_share_the_points_of_a_page(tmp_path: Path) -> None:
     names = [f"layer{index}" for index in range(300)]
-    rows = [dict.fromkeys(names, 1.0 + step % 7) for step in range(400)]
+    rows = [dict.fromkeys(names, 1.0 + step % 7) for step in range(120)]
     folder = write_run(tmp_path / "run", [1.0] * len(rows))
     with (folder / "events.jsonl").open("a") as file:
         for step, row in enumerate(rows, start=1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import programs
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.cli import COMMANDS, main
@@ -131,32 +131,27 @@ def test_the_root_cause_replaces_the_error_of_a_failed_rank_0(tmp_path):
     assert end["seconds"] < 9.0
 
 
-def write_two_steps_and_wait(out: Path) -> None:
-    """What a rank 0 does that is killed: its events have no end."""
-    log = EventLog(out)
-    for step in (1, 2):
-        log.emit(step_event(step))
-    (out / "ready").touch()
-    time.sleep(60)
+WRITER = """
+import sys, time
+from pathlib import Path
+from weft.train.event_log import EventLog
 
-
-def start_writer(out: Path) -> multiprocessing.Process:
-    writer = multiprocessing.get_context("spawn").Process(
-        target=write_two_steps_and_wait, args=(out,)
-    )
-    writer.start()
-    while not (out / "ready").exists():
-        time.sleep(0.01)
-    return writer
+out = Path(sys.argv[1])
+log = EventLog(out)
+for step in (1, 2):
+    log.emit({"event": "step", "step": step, "loss": 1.0, "grad_norm": 1.0})
+(out / "ready").touch()
+time.sleep(60)
+"""
+"""What a rank 0 does that is killed: its events have no end."""
 
 
 def test_another_rank_ends_the_run_of_a_killed_rank_0_only(tmp_path):
-    writer = start_writer(tmp_path)
-    try:
+    with programs().running(WRITER, str(tmp_path)) as writer:
+        while not (tmp_path / "ready").exists():
+            assert writer.poll() is None
+            time.sleep(0.01)
         assert not end_run_of_dead_writer(tmp_path, error="lost rank 0", wait_s=0.1)
-    finally:
-        writer.kill()
-        writer.join()
     assert end_run_of_dead_writer(tmp_path, error="lost rank 0")
     assert not end_run_of_dead_writer(tmp_path, error="a second rank")
     *_, end = events_of(tmp_path)

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.programs import programs
 from weft.errors import LaunchError, WeftError
 from weft.train import event_log
 from weft.train.event_lines import read_events, to_line
@@ -141,10 +141,9 @@ while True:
     journal.emit({{"event": "step", "text": "y" * 3000}})
 """
     path = tmp_path / EVENTS
-    with subprocess.Popen([sys.executable, "-c", script]) as writer:
+    with programs().running(script) as writer:
         while writer.poll() is None and (not path.exists() or path.stat().st_size < 100_000):
             time.sleep(0.001)
-        writer.kill()
     left = list(read_events(path))
     expected = [{"event": "step", "text": "y" * 3000}] * path.read_bytes().count(b"\n")
     assert left == expected

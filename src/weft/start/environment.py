@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import importlib.metadata
 import importlib.util
@@ -38,10 +39,16 @@ def is_joining(env: Mapping[str, str]) -> bool:
         return True
 
 
+@functools.cache  # reading it parses all metadata of torch, several times a start
+def torch_version() -> str:
+    """The version of torch, without importing it."""
+    return importlib.metadata.version("torch")
+
+
 def no_gpu_faults() -> Iterator[Fault]:
     """Why ranks cannot have a GPU."""
     fix = "--device cpu, or auto"
-    if importlib.metadata.version("torch").endswith("+cpu"):
+    if torch_version().endswith("+cpu"):
         yield Fault("device", "this torch is built without CUDA", got="cuda", need="cpu", fix=fix)
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         yield Fault(
