@@ -32,6 +32,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,10 @@ from weft.core.mesh import Axis
 from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.quantized_group import QuantizedGroup
 from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
+
+if TYPE_CHECKING:
+    from weft.parallel.zero.quantized_group import QuantizedGroup  # wrappers of scripts need none
 
 
 class GradientReducer:
@@ -60,13 +63,13 @@ class GradientReducer:
             gradients for them.
         ungrouped: parameters that are in no group, such as the biases of routers; for
             `full_parameters`.
+        quantized: matrices that are held in 4 bits -> their group, one of `groups`.
 
     Attributes:
         sharded_params: what the optimizer updates, by global name: this rank's entries,
             one-dimensional, `.grad` set.
         frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between
             steps.
-        quantized: matrices that are held in 4 bits -> their group.
         shard_axes: mesh axes over which the entries of each parameter are sharded.
         shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in
             its tensor: (start, stop).
@@ -86,6 +89,7 @@ class GradientReducer:
         split_stages: frozenset[int] = frozenset(),
         shared: frozenset[str] = frozenset(),
         ungrouped: Mapping[str, nn.Parameter] | None = None,
+        quantized: Mapping[str, QuantizedGroup] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.trained_groups: tuple[ParamGroup, ...] = ()
@@ -96,7 +100,7 @@ class GradientReducer:
         self.ungrouped = dict(ungrouped or {})
         self.sharded_params: dict[str, Tensor] = {}
         self.frozen_shards: dict[str, Tensor] = {}
-        self.quantized: dict[str, QuantizedGroup] = {}
+        self.quantized = dict(quantized or {})
         self.shard_axes: dict[str, tuple[str, ...]] = {}
         self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.arrived: set[str] = set()
@@ -138,9 +142,9 @@ class GradientReducer:
     def _register_shards(self, group: ParamGroup) -> None:
         policy = group.policy
         held: dict[str, Tensor] = {}
-        if isinstance(group, QuantizedGroup):
-            self.quantized.update(dict.fromkeys(group.params, group))
-        elif not group.is_trained:
+        if group in self.quantized.values():
+            return
+        if not group.is_trained:
             if group.reshards and group.sharded_param is not None:
                 held = group.layout.shard_views(group.sharded_param, group.index)
                 self.frozen_shards.update(held)

@@ -33,7 +33,8 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
         fixed_order: whether the bits of gradients are the same for every number of data ranks.
     """
     policy = replace(sharding_policy(model.plan), fixed_order=fixed_order)
-    groups: list[ParamGroup] = [*_quantized_groups(model, policy)]
+    quantized = list(_quantized_groups(model, policy))
+    groups: list[ParamGroup] = [*quantized]
     if policy.zero == 0:
         groups += _bucket_groups_of(model, policy)
     else:
@@ -53,6 +54,7 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
         split_stages=split_stages,
         shared=frozenset(name for name, count in _stage_counts(model).items() if count > 1),
         ungrouped=ungrouped,
+        quantized={name: group for group in quantized for name in group.params},
     )
     chains: list[list[BlockGroups]] = []
     for number, stage in model.stages.items():
