@@ -283,8 +283,8 @@ def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterato
         current = _value(config, key)
         if stored is None and _value(facts.run, "loss") == "dpo":
             stored = DPO_DEFAULTS.get(key)
-        if key == "lora.quantize" and stored is None:  # of checkpoints of earlier versions
-            stored = "none"
+        if key == "lora.quantize":  # which checkpoints of earlier versions do not have
+            stored, current = stored or "none", current or "none"
         if stored is not None and stored != current:
             if isinstance(stored, list):
                 words = " ".join(str(item) for item in stored)

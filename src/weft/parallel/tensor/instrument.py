@@ -13,7 +13,7 @@ from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
 from weft.models.common.init import path_below
 from weft.models.common.layers import Loss, RegionInput
-from weft.models.common.linear_products import PRODUCT
+from weft.models.common.linear_products import PRODUCT, Fp8Product
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META
 from weft.parallel.model.module_copy import copied_module
@@ -111,7 +111,7 @@ def instrument(
 def _take_fp8(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linears in fp8 with their paths; from now on they are traced as plain ones."""
     for path, module in block.named_modules():
-        if vars(module).pop(PRODUCT, None) is not None:
+        if isinstance(vars(module).pop(PRODUCT, None), Fp8Product):
             yield path, module
 
 
