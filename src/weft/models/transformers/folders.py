@@ -74,7 +74,8 @@ class FolderConfig:
         sizes = dict(fields_of(default))
         settings = {own_name(default, name): value for name, value in config.items()}
         others = {name: value for name, value in settings.items() if name not in sizes.values()}
-        found: Flat = {field: getattr(read, name) for field, name in sizes.items()}
+        values = vars(read)  # an attribute that differs between layers cannot be asked for
+        found: Flat = {field: values[name] for field, name in sizes.items()}
         found.update({name: value for name, value in derived(found).items() if name in found})
         return {**found, SETTINGS: json.dumps(others, sort_keys=True)}
 
