@@ -34,9 +34,11 @@ KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "cu_seq_le
 
 @dataclass(frozen=True)
 class NamedMask:
-    """What the mask interface returns: a value instead of a tensor."""
+    """What the mask interface returns: a value instead of a tensor; None: `Attend` has none for it,
+    which only a model that uses it is rejected for.
+    """
 
-    mask: AttentionMask
+    mask: AttentionMask | None
 
 
 @dataclass
@@ -119,6 +121,8 @@ def _attend_of(module: nn.Module, mask: Any, options: dict[str, Any]) -> Attend:
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     found = mask.mask if isinstance(mask, NamedMask) else AttentionMask(causal=bool(is_causal))
+    if found is None:
+        raise _unsupported("its mask is neither causal nor a sliding window")
     return Attend(
         mask=found,
         scale=options.get("scaling"),
@@ -135,22 +139,18 @@ def _unsupported(what: str) -> PlanError:
 def mask(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **_others: Any
 ) -> NamedMask:
-    """What the mask interface is asked for, as a value; blocks have it from a recording.
-
-    Raises:
-        PlanError: no `AttentionMask` is this mask.
-    """
+    """What the mask interface is asked for, as a value; blocks have it from a recording."""
     if current_call().recording is None:
         return NamedMask(AttentionMask())
     candidates = [AttentionMask(), AttentionMask(causal=False)]
-    if local_size is not None:
+    if local_size:  # 0 in configs that use no window
         candidates.append(AttentionMask(window=local_size))
     edges = _edges(local_size or 1)
     wanted = _evaluated(mask_function, edges)
     for candidate in candidates:
         if wanted == [[candidate.allows(query, key) for key in edges] for query in edges]:
             return NamedMask(candidate)
-    raise _unsupported("its mask is neither causal nor a sliding window")
+    return NamedMask(None)
 
 
 def _edges(window: int) -> list[int]:
