@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -193,11 +194,9 @@ class SharedAngles:
         if kept is not None and kept.positions() is positions and kept.version == version:
             return kept.angles
         angles = compute(positions)
-
-        def drop(reference: weakref.ref[Tensor]) -> None:
-            if kind in self._kept and self._kept[kind].positions is reference:
-                del self._kept[kind]
-
+        # An entry that is replaced takes its reference along, which then calls nothing. A method of
+        # dict is no Python code, in which a Ctrl-C would be printed as an ignored exception.
+        drop = partial(self._kept.pop, kind)
         self._kept[kind] = _KeptAngles(weakref.ref(positions, drop), version, angles)
         return angles
 
