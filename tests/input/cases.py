@@ -1550,7 +1550,6 @@ SIMULATE = {
     "a restart without failures": ("--hardware h100 --restart_s 9", "restart_s: is about failures"),
     "no bandwidth": ("--hardware h100 --storage_gb_s 0", "storage_gb_s: out of range"),
     "a file nowhere": ("--html nowhere/x.html", "html: cannot write the file"),
-    "a file and JSON": ("--svg x.svg --json", "svg: writes a file, and --json prints"),
     "an unknown option": ("--jiter 5%", "jiter: unknown key"),
 }
 

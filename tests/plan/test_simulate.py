@@ -125,7 +125,6 @@ def test_a_checkpoint_holds_parameters_and_states_once(capsys: pytest.CaptureFix
         ),
         (["--mtbf-hours", "0"], "mtbf_hours: out of range (got 0"),
         (["--html", "missing/x.html"], "html: cannot write the file (got 'missing/x.html'"),
-        (["--svg", "x.svg", "--json"], "svg: writes a file, and --json prints (got 'x.svg')"),
         (["--jiter", "5%"], "jiter: unknown key"),
     ],
 )
@@ -135,3 +134,14 @@ def test_wrong_words_are_one_line(
     assert cli.main(["simulate", *SMALL.split(), *words]) == EXIT_USER
     (reported,) = capsys.readouterr().err.splitlines()
     assert reported.startswith(f"error: {line}")
+
+
+def test_files_are_written_beside_json_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, page = tmp_path / "x.svg", tmp_path / "x.html"
+    words = ["simulate", *SMALL.split(), "--svg", str(picture), "--html", str(page)]
+    assert cli.main([*words, "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["timeline"]
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert "<html" in page.read_text(encoding="utf-8")

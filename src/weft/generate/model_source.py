@@ -167,16 +167,21 @@ def _read_run(path: Path) -> ModelSource:
     model = run.model
     check_model(found.path, facts, family=model.name, architecture=model.architecture)
     notes = tuple(f"{fault}; taking {found.path}" for fault in found.faults)
-    return ModelSource(
-        path=found.path, kind="checkpoint", run=run, dtype=run.precision.compute, notes=notes
-    )
+    return _source_of(found.path, run, notes)
+
+
+def _source_of(path: Path, run: Run, notes: tuple[str, ...] = ()) -> ModelSource:
+    dtype = run.precision.compute
+    if run.precision.linears == "fp8":
+        notes = (*notes, f"its linears were trained in fp8, and compute in {dtype} here")
+    return ModelSource(path=path, kind="checkpoint", run=run, dtype=dtype, notes=notes)
 
 
 def _read_checkpoint(path: Path) -> ModelSource:
     facts = read_manifest(path).facts
     _check_is_language_model(path, facts.family)
     run = _run_of_checkpoint(path, facts)
-    return ModelSource(path=path, kind="checkpoint", run=run, dtype=run.precision.compute)
+    return _source_of(path, run)
 
 
 def _run_of_checkpoint(path: Path, facts: Facts) -> Run:

@@ -6,17 +6,17 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
-from weft.config.command_options import JsonOptions, take_options
+from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, take_options
 from weft.config.schema import SiteConfig
-from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from weft.models import model_label
 from weft.view.quantity import percent
+from weft_plan.commands.schedule import write_picture
 from weft_plan.commands.searched_run import SearchedRun
 from weft_plan.entries import PLAN
 from weft_plan.search.candidates import Candidates
@@ -142,11 +142,13 @@ def _search(
     scaled = _scaled(searched, options, costs) if options.scale else {}
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
+    is_named = options.json != STANDARD_OUTPUT
     if options.write is not None:
-        _write("write", options.write, searched.config_text(best))
+        write_picture("write", options.write, searched.config_text(best), is_named=is_named)
     if options.svg is not None:
         title = f"{_title(searched, result)}, {hardware.label}"
-        _write("svg", options.svg, front_svg(result, capacity, title=title))
+        picture = front_svg(result, capacity, title=title)
+        write_picture("svg", options.svg, picture, is_named=is_named)
     answer = _PlanAnswer(result, best, scaled, rates, options.top)
     if options.json is not None:
         return print_json(options.json, _answer_json(answer, searched))
@@ -240,15 +242,6 @@ def _site_lines(best: Found, settings: SiteConfig) -> list[str]:
     if costs is None:
         return []
     return ["steps are those inside of a site. Of the best layout:", site_text(costs)]
-
-
-def _write(key: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot write the file: {error.strerror}"
-        raise ConfigError(Fault(key, what, got=repr(path), fix=f"choose another --{key}")) from None
-    print_result(f"wrote {path}")
 
 
 def _scaled(

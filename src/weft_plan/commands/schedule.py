@@ -340,8 +340,11 @@ def _json_text(fields: object) -> str:
     return json.dumps(fields, indent=1) + "\n"
 
 
-def write_picture(key: str, path: str, text: str) -> None:
-    """Write a picture that the option `key` asks for, and name the file.
+def write_picture(key: str, path: str, text: str, *, is_named: bool = True) -> None:
+    """Write a picture, or another text, that the option `key` asks for.
+
+    Args:
+        is_named: whether the file is named on standard output; not where that is to be JSON.
 
     Raises:
         ConfigError: it cannot be written.
@@ -356,4 +359,5 @@ def write_picture(key: str, path: str, text: str) -> None:
         raise ConfigError(
             Fault(key, f"cannot write the file: {error.strerror}", got=repr(path), fix=fix)
         ) from None
-    print_result(f"wrote {path}")
+    if is_named:
+        print_result(f"wrote {path}")

@@ -14,7 +14,7 @@ from weft.commands.console import (
     show_help,
     wants_help,
 )
-from weft.config.command_options import take_options
+from weft.config.command_options import STANDARD_OUTPUT, take_options
 from weft.config.run import hardware_of, plan_of
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
@@ -157,13 +157,16 @@ def _show(timeline: Timeline, options: SimulateOptions) -> None:
 
 
 def _write_files(timeline: Timeline, options: SimulateOptions, *, title: str) -> None:
+    is_named = options.json != STANDARD_OUTPUT
     if options.svg is not None:
         if len(timeline.spans) > MAX_SVG_SPANS:
             got = f"{len(timeline.spans):,} actions and operations"
             need = f"at most {MAX_SVG_SPANS:,}"
             raise ConfigError(Fault("svg", "too large for an SVG", got, need, "--html x.html"))
-        write_picture("svg", options.svg, svg(timeline, title=title, lanes=True))
+        picture = svg(timeline, title=title, lanes=True)
+        write_picture("svg", options.svg, picture, is_named=is_named)
     if options.html is not None:
-        write_picture("html", options.html, html(timeline, title=title))
+        write_picture("html", options.html, html(timeline, title=title), is_named=is_named)
     if options.perfetto is not None:
-        write_picture("perfetto", options.perfetto, perfetto(timeline, title=title))
+        events = perfetto(timeline, title=title)
+        write_picture("perfetto", options.perfetto, events, is_named=is_named)

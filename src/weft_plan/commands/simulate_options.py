@@ -71,12 +71,7 @@ def file_faults(options: SimulateOptions) -> Iterator[Fault]:
     """Files that cannot be written, before anything is computed."""
     for name in FILES:
         path = getattr(options, name)
-        if path is None:
-            continue
-        if options.json is not None:
-            fix = f"leave out --json, or --{name}"
-            yield Fault(name, "writes a file, and --json prints", got=repr(path), fix=fix)
-        elif Path(path).is_dir() or not Path(path).parent.is_dir():
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             fix = fix_of_path(path, name)
             yield Fault(name, "cannot write the file", repr(path), "a file in a folder", fix)
 

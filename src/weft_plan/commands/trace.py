@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
 from weft.commands.run_list import run_folder_of
-from weft.config.command_options import JsonOptions, read_options
+from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, read_options
 from weft.config.run import hardware_of
 from weft.config.run_files import stored_config
 from weft.errors import EXIT_OK, ConfigError, Fault, UserError
@@ -102,20 +102,22 @@ def trace(words: Sequence[str]) -> int:
     else:
         _print(found, title)
     drawn = _drawn(found)
+    is_named = options.json != STANDARD_OUTPUT
     if options.svg is not None:
         if sum(len(each.timeline.spans) for each in drawn) > MOST_SVG_SPANS:
             need = f"at most {MOST_SVG_SPANS:,} actions and operations"
             fix = "the page, which draws all of them"
             raise ConfigError(Fault("svg", "too large for an SVG", need=need, fix=fix))
-        write_picture("svg", options.svg, stacked_svg(drawn, lanes=True))
+        write_picture("svg", options.svg, stacked_svg(drawn, lanes=True), is_named=is_named)
     if options.perfetto is not None:
         nested = _drawn(found, nested=True)
-        write_picture("perfetto", options.perfetto, stacked_perfetto(nested, title=title))
+        events = stacked_perfetto(nested, title=title)
+        write_picture("perfetto", options.perfetto, events, is_named=is_named)
     if options.html is not None or options.json is None:
         text = stacked_html(
             drawn, title=title, sentences=list(sentences(found)), tables=tables(found)
         )
-        write_picture("html", page, text)
+        write_picture("html", page, text, is_named=is_named)
     return EXIT_OK
 
 
