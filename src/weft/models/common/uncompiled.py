@@ -62,8 +62,9 @@ def uncompiled_mode(mode: type[Mode]) -> type[Mode]:
 def _excluded_functions() -> Iterator[object]:
     """Functions of which torch excludes some, or functions behind them, from compilation."""
     decompositions = getattr(torch._decomp, "global_decomposition_table", {})
-    for functions in decompositions.values():
-        yield from functions.values()
+    # as lists: another rank thread may import what registers more
+    for functions in list(decompositions.values()):
+        yield from list(functions.values())
     for name, module in list(sys.modules.items()):
         if name.startswith(OPERATIONS):  # they call each other
             yield from list(vars(module).values())
