@@ -15,10 +15,11 @@ from tests.memory_source import Memory
 from tests.one_device import plain_model
 from tests.tiny_run import TINY
 from weft.cli import main
+from weft.commands.export import _merged_path
 from weft.config.lora import LORA_A, LORA_B, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
-from weft.errors import EXIT_OK, EXIT_USER
+from weft.errors import EXIT_OK, EXIT_USER, CheckpointError
 from weft.hf.adapters import merge_adapters, write_adapters
 from weft.hf.combined_adapters import CombinedAdapters, WeightedAdapter
 from weft.models import FAMILIES
@@ -141,3 +142,9 @@ def test_commands_merge_runs_of_one_base(
         assert main(["export", first, str(tmp_path / "no"), "--merge", *others]) == EXIT_USER
         assert message in capsys.readouterr().err
         assert not (tmp_path / "no").exists()
+
+
+def test_a_missing_run_to_merge_is_named_by_its_option() -> None:
+    with pytest.raises(CheckpointError) as error:
+        _merged_path("runs/there-is-none")
+    assert [fault.key for fault in error.value.faults] == ["merge"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,7 @@ def export(words: Sequence[str]) -> int:
     if options.adapters and not source.run.lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
-    others = tuple(find_exportable(word).path for word in options.merge)
+    others = tuple(map(_merged_path, options.merge))
     for path in others:
         check_stored_bytes(path)
     read_sidecars(sidecar_folders(source))
@@ -114,6 +115,17 @@ def _check_places(places: Sequence[str]) -> None:
         need = "a run or checkpoint, then the folder to make"
         fix = "for example weft export runs/first exported/first"
         raise UserError(Fault("weft export", "takes two folders", got=got, need=need, fix=fix))
+
+
+def _merged_path(word: str) -> Path:
+    """The checkpoint of adapters that --merge names; its faults are of that option."""
+    try:
+        return find_exportable(word).path
+    except CheckpointError as error:
+        faults = (
+            replace(fault, key="merge") if fault.key == "model" else fault for fault in error.faults
+        )
+        raise CheckpointError(*faults) from None
 
 
 def find_exportable(word: str) -> ModelSource:
