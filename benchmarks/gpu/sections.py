@@ -10,8 +10,9 @@ from functools import partial
 
 import torch
 from benchmarks.gpu.kernels import check_attention, check_profile
-from benchmarks.gpu.layouts import check_determinism, layout_checks
+from benchmarks.gpu.layouts import BOUNDS, check_determinism, layout_checks
 from benchmarks.gpu.process_groups import check_process_groups
+from benchmarks.gpu.product import product_checks
 from benchmarks.gpu.report import Check, Row, Settings
 from benchmarks.gpu.saves import check_copies, check_stall
 from benchmarks.gpu.speed import (
@@ -105,11 +106,12 @@ def _saves(settings: Settings) -> list[Check]:
 SECTIONS: dict[str, Callable[[Settings], list[Check]]] = {
     "environment": _one("environment", check_environment),
     "commands": command_checks,
-    "layouts on one device": layout_checks,
+    **{f"layouts in {dtype}": partial(layout_checks, dtype) for dtype in BOUNDS},
     "process groups": _one("process groups", check_process_groups),
     "deterministic mode": _one("deterministic mode", check_determinism),
     "attention": _one("attention", check_attention),
     "saves": _saves,
+    "product": product_checks,
     "speed": _speed,
     "switches": _switches,
     "profile": _one("profile", check_profile),

@@ -24,7 +24,7 @@ from weft.train.build_training import build_step
 from weft.train.step import TrainStep
 
 PEAK_SIZE, REHEARSED_PEAK_SIZE = 8192, 256
-ROUNDS, STEPS_A_ROUND = 6, 3
+ROUNDS, STEPS_A_ROUND = 4, 3
 LR = 1e-4
 SPEED_GOAL = 1.0
 COMPILED_BOUND = 1e-4

@@ -87,14 +87,18 @@ def test_losses_and_gradients_equal_those_of_whole_logits(is_ahead, reduced):
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_in_bfloat16_gradients_are_as_close_as_those_of_whole_logits(is_ahead):
-    case, exact = Case(torch.bfloat16), Case()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_16_bits_gradients_are_as_close_as_those_of_whole_logits(dtype, is_ahead):
+    """Where W gets rows of zeros, since 37 entries are no multiple of 8."""
+    case, exact = Case(dtype), Case()
+    exact.targets = case.targets
     for operand, param in zip(exact.operands, case.operands, strict=True):
         operand.data = param.data.double()
     want = torch.autograd.grad(of_sum(exact.plain()), exact.operands)
     plain = torch.autograd.grad(of_sum(case.plain()), case.operands)
     chunked = torch.autograd.grad(of_sum(case.chunked(is_ahead=is_ahead)), case.operands)
     for right, one, other in zip(want, plain, chunked, strict=True):
+        assert (one.double() - right).norm() <= 0.02 * right.norm()
         bound = 2 * (one.double() - right).norm() + 2**-9 * right.norm()
         assert (other.double() - right).norm() <= bound
 

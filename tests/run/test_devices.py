@@ -127,7 +127,7 @@ def test_ranks_of_a_world_claim_names_through_the_store():
 
 
 def test_a_fork_is_refused_where_autograd_threads_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "_has_autograd_threads", lambda: True)
+    monkeypatch.setattr(devices, "has_autograd_threads", lambda: True)
     with pytest.raises(LaunchError, match=r"autograd's device threads .* Fix: start the ranks"):
         worker_group.fork_workers(2, tmp_path)
 

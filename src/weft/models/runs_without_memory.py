@@ -60,7 +60,8 @@ def _fake(tensor: Tensor) -> Tensor:
 def _reads_values(error: BaseException | None) -> bool:
     """Whether an error, or one behind it, comes from reading a value."""
     while error is not None:
-        if type(error).__name__ in VALUE_ERRORS or any(text in str(error) for text in READS_VALUES):
+        message = f"{type(error).__name__}: {error}"
+        if any(text in message for text in (*VALUE_ERRORS, *READS_VALUES)):
             return True
         error = error.__cause__
     return False

@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from weft.core.gpu_files import may_have_gpu
 from weft.errors import Fault, LaunchError
+from weft.models.common.backward_apart import has_autograd_threads
 from weft.run.fork_probe import survives_fork
 from weft.run.world import ThreadRendezvous, World
 
@@ -22,9 +24,6 @@ Starter = Literal["fork", "launcher", "threads"]
 ASK_TIMEOUT_S = 60.0
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
 """One folder for each NVIDIA GPU of the machine."""
-
-DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Where none of these exists, no runtime finds a GPU."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def find_gpus() -> GpuInventory:
 
 def _ask_other_process() -> int:
     """The number of GPUs that torch sees in a process of its own; 0 without a device file."""
-    if not any(path.exists() for path in DEVICE_FILES):
+    if not may_have_gpu():
         return 0
     script = "import torch; print(torch.cuda.device_count())"
     try:
@@ -295,23 +294,8 @@ def fork_problem() -> str:
     is_in_bad_fork = getattr(torch._C, "_cuda_isInBadFork", None)
     if is_in_bad_fork is not None and is_in_bad_fork():
         return "this process is a fork of one that used CUDA"
-    if _has_autograd_threads():
+    if has_autograd_threads():
         return "autograd's device threads run since the first backward, and do not survive a fork"
     if not survives_fork():
         return "this process has computed with several threads, and they do not survive a fork"
     return ""
-
-
-def _has_autograd_threads() -> bool:
-    """Whether autograd has started a thread for each device; they have names of their own."""
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():
-        return False
-    for task in tasks.iterdir():
-        try:
-            name = (task / "comm").read_text()
-        except OSError:
-            continue  # the thread has ended
-        if name.startswith("pt_autograd"):
-            return True
-    return False

@@ -45,6 +45,8 @@ DRAW_INSIDE = ("dropout", "_attention", "lstm", "gru", "rnn_")
 DRAWING = torch.library.Library("aten", "IMPL")
 OTHERS = torch._C._dispatch_library("IMPL", "_", KEY)
 """These hold the kernels of operators that draw and of all others, which are dropped with them."""
+SHOWING = torch.library.Library("weft_random", "DEF")
+"""Kept, too: the compiler of torch 2.11 looks at each operator that has ever been defined."""
 
 _own_generator: ContextVar[torch.Generator | None] = ContextVar("own_generator", default=None)
 _install_lock = threading.Lock()
@@ -98,9 +100,8 @@ def _as_kernels_see_it(generator: torch.Generator) -> object:
     but not the one that was passed.
     """
     seen: list[object] = []
-    library = torch.library.Library("weft_random", "DEF")
-    library.define("show(Generator generator) -> ()")
-    library.impl("show", seen.append, "CompositeExplicitAutograd")
+    SHOWING.define("show(Generator generator) -> ()")
+    SHOWING.impl("show", seen.append, "CompositeExplicitAutograd")
     torch.ops.weft_random.show(generator)
     return seen[0]
 

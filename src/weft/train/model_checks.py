@@ -24,6 +24,7 @@ from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import Family
+from weft.models.common.backward_apart import backward_apart
 from weft.models.common.batch import Batch
 from weft.models.common.init import tie
 from weft.models.runs_without_memory import run_without_memory
@@ -98,7 +99,7 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
         for batch in (whole, *_columns(whole, plan)):
             with at_run:
                 check_effects(blocks, batch, pure)
-        _check_gradients(blocks, whole, family.model.label)
+        backward_apart(lambda: _check_gradients(blocks, whole, family.model.label))
 
     whole = example(family, config, rows=plan.micro_size, seq_len=plan.seq_len)
     run_without_memory(run, blocks, whole)

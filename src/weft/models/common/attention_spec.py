@@ -93,7 +93,7 @@ def attention_call(
     rows, length, heads, head_size = q_BSHK.shape
     features = spec.features - spec.mask.features
     if spec.draws is None:
-        features -= {"dropout"}
+        features = features - {"dropout"}  # "-=" of a frozenset fails in the compiler of torch 2.11
     return AttentionCall(
         str(q_BSHK.dtype).removeprefix("torch."),
         rows=rows,

@@ -17,13 +17,20 @@ Note [Chunked losses]
 
     dW is added up in float32 at least. Each chunk reads and writes it once, so chunks have at
     least D / 4 tokens: then their logits are at most a quarter of dW, and the matrix products take
-    longer than the sums. `F.linear_cross_entropy` of torch 2.13 has no shards of the vocabulary and
-    no losses of targets without computing logits twice; older versions of torch do not have it.
+    longer than the sums. A GPU multiplies a hundred times as fast as it reads, and its chunks have
+    2,048 tokens: sums then take a tenth of the time of the products. `F.linear_cross_entropy` of
+    torch 2.13 has no shards of the vocabulary and no losses of targets without computing logits
+    twice; older versions of torch do not have it.
+
+    In 16 bits W gets rows of zeros, up to a multiple of 8: the fast kernels of GPUs take such sizes
+    alone (GPT-2's 50,257 entries took three times as long). Their bias is -inf, so that their
+    probabilities and gradients are zeros.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +44,10 @@ from weft.models.common.batch import IGNORE, Batch
 
 CHUNK_BYTES = 2**26
 """Logits of a chunk in float32, where D / 4 tokens are not more."""
+GPU_ROWS = 2048
+"""Tokens of a chunk on GPUs at least."""
+ROW_UNIT = 8
+"""Rows of W in 16 bits are a multiple of this."""
 LEAST_CHUNKS = 3
 """Also of few tokens, so that small models are computed by the same steps as large ones."""
 
@@ -123,10 +134,12 @@ class ChunkedLosses(HeadOutput):
     Attributes:
         vocabulary: the entries that are here.
         is_ahead: whether gradients are formed in the forward.
+        is_for_gpu: whose chunks tensors on the meta device have; None: those of a CPU.
     """
 
     vocabulary: WholeVocabulary
     is_ahead: bool
+    is_for_gpu: bool | None = None
 
     def __call__(self, proj: nn.Module, x_BSD: Tensor, batch: Batch) -> Tensor:
         """-> losses_BS, 0 where a target does not count; in float32 at least.
@@ -147,8 +160,14 @@ class ChunkedLosses(HeadOutput):
         check_within(counted, self.vocabulary.num_entries(weight_VD), "a target")
         # in float16 only gradients that are scaled before they are rounded keep their small entries
         is_ahead = self.is_ahead and torch.is_grad_enabled() and x_BSD.dtype != torch.float16
+        length = chunk_length(
+            targets_BS.numel(),
+            vocab=self.vocabulary.most_entries(weight_VD),
+            dim=x_BSD.shape[-1],
+            on_gpu=x_BSD.is_cuda or (x_BSD.is_meta and bool(self.is_for_gpu)),
+        )
         losses: Tensor = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
-            x_BSD, weight_VD, bias_V, targets_BS, self.vocabulary, is_ahead
+            x_BSD, weight_VD, bias_V, targets_BS, self.vocabulary, length, is_ahead
         )
         return losses
 
@@ -167,17 +186,20 @@ def check_within(entries: Tensor, vocab: int, what: str) -> None:
         raise IndexError(message)
 
 
-def chunk_length(num_tokens: int, *, vocab: int, dim: int) -> int:
+def chunk_length(num_tokens: int, *, vocab: int, dim: int, on_gpu: bool = False) -> int:
     """Tokens of a chunk; see Note [Chunked losses].
 
     >>> chunk_length(8192, vocab=128_256, dim=4096)
     1024
+    >>> chunk_length(8192, vocab=128_256, dim=4096, on_gpu=True)
+    2048
     >>> chunk_length(16, vocab=256, dim=16)
     6
     """
     of_bytes = CHUNK_BYTES // (4 * vocab)
+    least = GPU_ROWS if on_gpu else dim // 4
     most = -(-num_tokens // LEAST_CHUNKS)
-    return max(min(max(of_bytes, dim // 4), most), 1)
+    return max(min(max(of_bytes, least), most), 1)
 
 
 @dataclass
@@ -195,21 +217,18 @@ class _Gradients:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
-    def add(self, x_CD: Tensor, logits_CV: Tensor, weight_VD: Tensor) -> None:
+    def add(self, chunk: _TokenChunk, d_logits_CV: Tensor) -> None:
         """Add those of a chunk, from the gradient of its logits."""
-        dtype = logits_CV.dtype
+        dtype = d_logits_CV.dtype
         wide = torch.promote_types(dtype, torch.float32)
         needs_x, needs_weight, needs_bias = self.needs
         if needs_x:
-            dx_CD = logits_CV @ weight_VD.to(dtype)
-            self.x.append(dx_CD.to(x_CD.dtype))
-        if needs_weight and self.weight is not None and self.weight.dtype == dtype:
-            self.weight.addmm_(logits_CV.t(), x_CD.to(dtype))
-        elif needs_weight:
-            d_weight = logits_CV.t() @ x_CD.to(dtype)
-            self.weight = d_weight.to(wide) if self.weight is None else self.weight.add_(d_weight)
+            dx_CD = d_logits_CV @ chunk.weight_VD.to(dtype)
+            self.x.append(dx_CD.to(chunk.x_CD.dtype))
+        if needs_weight:
+            self.weight = _add_product(self.weight, d_logits_CV.t(), chunk.x_CD.to(dtype), wide)
         if needs_bias:
-            d_bias = logits_CV.sum(0, dtype=wide)
+            d_bias = d_logits_CV.sum(0, dtype=wide)
             self.bias = d_bias if self.bias is None else self.bias.add_(d_bias)
 
     def of(
@@ -225,9 +244,21 @@ class _Gradients:
                 continue
             if factor is not None:
                 gradient.mul_(factor)
-            found.append(gradient.to(param.dtype))
+            found.append(gradient[: len(param)].to(param.dtype))  # without the rows of zeros
         dx, d_weight, d_bias = found
         return dx, d_weight, d_bias
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """total + a b in a wide type; of 16 bits on a GPU without the rounding of a b."""
+    if a.is_cuda and a.dtype != wide:
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        summed: Tensor = torch.ops.aten.addmm.dtype_out(total, a, b, wide, out=total)
+        return summed
+    if total is None:
+        return (a @ b).to(wide)
+    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -239,6 +270,7 @@ class _ChunkedLosses(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_BS: Tensor,
         vocabulary: WholeVocabulary,
+        length: int,
         is_ahead: bool,
     ) -> Tensor:
         gradients: _Gradients | None = None
@@ -246,15 +278,15 @@ class _ChunkedLosses(torch.autograd.Function):
             gradients = _Gradients(ctx.needs_input_grad[:3])
         losses: list[Tensor] = []
         log_totals: list[Tensor] = []
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, vocabulary):
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, length, lo=vocabulary.lo):
             loss_C, log_total_C = chunk.losses(vocabulary)
             losses.append(loss_C)
             log_totals.append(log_total_C)
             if gradients is not None:
                 counts_C = (chunk.targets_C != IGNORE).to(loss_C.dtype)
-                gradients.add(chunk.x_CD, chunk.logit_gradient(log_total_C, counts_C), weight_VD)
+                gradients.add(chunk, chunk.logit_gradient(log_total_C, counts_C))
         ctx.save_for_backward(x_BSD, weight_VD, bias_V, targets_BS, torch.cat(log_totals))
-        ctx.vocabulary = vocabulary
+        ctx.lo, ctx.length = vocabulary.lo, length
         ctx.gradients = gradients
         return torch.cat(losses).view(targets_BS.shape)
 
@@ -267,19 +299,20 @@ class _ChunkedLosses(torch.autograd.Function):
         is_of_sum = not any(gradient_BS.stride())  # one number, expanded
         if gradients is not None and is_of_sum:
             factor = gradient_BS.flatten()[0]
-            return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), None, None, None
+            return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), *[None] * 4
         gradients = _Gradients(ctx.needs_input_grad[:3])
         weights_N = gradient_BS.flatten() * (targets_BS.flatten() != IGNORE)
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.vocabulary):
-            logits_CV = chunk.logit_gradient(log_totals_N[chunk.rows], weights_N[chunk.rows])
-            gradients.add(chunk.x_CD, logits_CV, weight_VD)
-        return *gradients.of(x_BSD, weight_VD, bias_V), None, None, None
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.length, lo=ctx.lo):
+            rows = chunk.rows
+            gradients.add(chunk, chunk.logit_gradient(log_totals_N[rows], weights_N[rows]))
+        return *gradients.of(x_BSD, weight_VD, bias_V), *[None] * 4
 
 
 class _TokenChunk:
     """The logits of some tokens, as far as their entries are here.
 
     Attributes:
+        weight_VD: with rows of zeros, as `logits_CV` has columns for them.
         logits_CV: until they are overwritten by their gradient.
         softmax_CV: over the entries that are here; float32, or float64.
         log_total_C: log of the sum of exponentials of the logits that are here.
@@ -288,19 +321,30 @@ class _TokenChunk:
     """
 
     def __init__(
-        self, rows: slice, x_CD: Tensor, logits_CV: Tensor, targets_C: Tensor, *, lo: int
+        self,
+        rows: slice,
+        x_CD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_C: Tensor,
+        *,
+        lo: int,
+        num_entries: int,
     ) -> None:
         self.rows = rows
         self.x_CD = x_CD
-        self.logits_CV = logits_CV
+        self.weight_VD = weight_VD
+        self.logits_CV = logits_CV = F.linear(x_CD, weight_VD, bias_V)
         self.targets_C = targets_C
         self.dtype = torch.promote_types(logits_CV.dtype, torch.float32)
         self.softmax_CV = logits_CV.softmax(-1, dtype=self.dtype)
         # the largest probability is 1 / V at least: its log is exact where that of others is not
-        largest_C = logits_CV.amax(-1).to(self.dtype)
-        self.log_total_C = largest_C - self.softmax_CV.amax(-1).log()
+        largest_C1, places_C1 = logits_CV.max(-1, keepdim=True)
+        largest_of_softmax_C1 = self.softmax_CV.gather(-1, places_C1)
+        log_total_C1 = largest_C1.to(self.dtype) - largest_of_softmax_C1.log()
+        self.log_total_C = log_total_C1.squeeze(-1)
         places_C = targets_C - lo
-        self.is_here_C = (places_C >= 0) & (places_C < logits_CV.shape[-1])
+        self.is_here_C = (places_C >= 0) & (places_C < num_entries)
         self.is_here_C = self.is_here_C & (targets_C != IGNORE)
         self.places_C1 = torch.where(self.is_here_C, places_C, 0).unsqueeze(-1)
 
@@ -332,18 +376,33 @@ def _chunks(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     targets_BS: Tensor,
-    vocabulary: WholeVocabulary,
+    length: int,
+    *,
+    lo: int,
 ) -> Iterator[_TokenChunk]:
     """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
     x_ND = x_BSD.flatten(0, -2)
     targets_N = targets_BS.flatten()
-    num_tokens, dim = x_ND.shape
-    length = chunk_length(num_tokens, vocab=vocabulary.most_entries(weight_VD), dim=dim)
-    for start in range(0, num_tokens, length):
-        rows = slice(start, min(start + length, num_tokens))
-        x_CD = x_ND[rows]
-        logits_CV = F.linear(x_CD, weight_VD, bias_V)
-        yield _TokenChunk(rows, x_CD, logits_CV, targets_N[rows], lo=vocabulary.lo)
+    num_entries = len(weight_VD)
+    weight_VD, bias_V = _with_rows_of_zeros(weight_VD, bias_V)
+    for start in range(0, len(x_ND), length):
+        rows = slice(start, min(start + length, len(x_ND)))
+        targets_C = targets_N[rows]
+        yield _TokenChunk(
+            rows, x_ND[rows], weight_VD, bias_V, targets_C, lo=lo, num_entries=num_entries
+        )
+
+
+def _with_rows_of_zeros(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """W and b with the rows that they lack to a multiple of `ROW_UNIT`, where W has 16 bits."""
+    num_entries = len(weight_VD)
+    missing = -num_entries % ROW_UNIT
+    if weight_VD.element_size() != 2 or not missing:
+        return weight_VD, bias_V
+    if bias_V is None:
+        bias_V = weight_VD.new_zeros(num_entries)
+    bias_V = F.pad(bias_V, (0, missing), value=-math.inf)
+    return F.pad(weight_VD, (0, 0, 0, missing)), bias_V
 
 
 def takes_token_losses(loss: nn.Module) -> bool:

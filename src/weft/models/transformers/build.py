@@ -13,6 +13,7 @@ from torch import nn
 
 from weft.config.hf.architectures import KEY, PREFIX
 from weft.errors import Fault, PlanError, counted, type_and_message
+from weft.models.common.backward_apart import backward_apart
 from weft.models.common.batch import Batch, forward, token_example
 from weft.models.common.init import named_parameters
 from weft.models.runs_without_memory import run_without_memory
@@ -233,7 +234,9 @@ def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str]:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             blocks = blocks_of_model(lm, found.captured)
-            return run_without_memory(run, blocks, token_example(ROWS, LENGTH))
+            return backward_apart(
+                lambda: run_without_memory(run, blocks, token_example(ROWS, LENGTH))
+            )
     except Exception:  # noqa: BLE001 - the checks of the run say what fails
         return frozenset()
 

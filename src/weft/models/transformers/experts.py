@@ -18,7 +18,7 @@ def set_dispatch(lm: nn.Module) -> None:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module computes experts through transformers' interface."""
-    return hasattr(module, "has_post_expert_norm") and hasattr(module, "num_experts")
+    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
 def expert_params(lm: nn.Module) -> frozenset[str]:
@@ -51,7 +51,8 @@ class ExpertsOfRank:
         h = self._linear("gate_up_proj" if experts.has_gate else "up_proj", x_ND, loads)
         h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
         h = self._linear("down_proj", h, loads)
-        return experts.post_expert_norm(h) if experts.has_post_expert_norm else h
+        has_norm = getattr(experts, "has_post_expert_norm", False)  # older releases have none
+        return experts.post_expert_norm(h) if has_norm else h
 
     def _linear(self, name: str, x_NK: Tensor, loads: ExpertLoads) -> Tensor:
         experts = self._experts

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,7 +121,9 @@ class DeclaredRegions:
                 module.forward = functools.partial(wrapper, module, module.forward)
             output = getattr(module, "head_output", None)
             if isinstance(output, ChunkedLosses):
-                typed = _TypedLosses(output.vocabulary, output.is_ahead, self._chunked_losses)
+                typed = _TypedLosses(
+                    output.vocabulary, output.is_ahead, declare=self._chunked_losses
+                )
                 set_head_output(module, typed)
             where = ".".join(part for part in (name, path) if part)
             module.register_forward_pre_hook(functools.partial(self._enter, where), prepend=True)
@@ -410,7 +412,7 @@ class DeclaredRegions:
 class _TypedLosses(ChunkedLosses):
     """`ChunkedLosses` whose types are declared."""
 
-    declare: Callable[..., Tensor]
+    declare: Callable[..., Tensor] = field(kw_only=True)
 
     def losses(
         self, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_BS: Tensor

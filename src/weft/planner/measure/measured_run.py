@@ -112,7 +112,7 @@ class MeasuredRun:
     @property
     def attention_device(self) -> AttentionDevice | None:
         """The kind of device that attention is measured for; None: a CPU."""
-        if not self._is_for_gpu:
+        if not self.is_for_gpu:
             return None
         has_varlen = varlen_with_windows() is not None
         return AttentionDevice("cuda", FLASH_CAPABILITY, has_varlen=has_varlen)
@@ -120,12 +120,12 @@ class MeasuredRun:
     @property
     def expert_device(self) -> ExpertDevice:
         """The kind of device that products of experts are measured for."""
-        if self._is_for_gpu:
+        if self.is_for_gpu:
             return ExpertDevice("cuda", (GROUPED_CAPABILITIES[0], 0))
         return ExpertDevice("cpu")
 
     @property
-    def _is_for_gpu(self) -> bool:
+    def is_for_gpu(self) -> bool:
         """Whether the device of `hardware`, or else of `device`, is a GPU."""
         return _is_for_gpu(self.run)
 

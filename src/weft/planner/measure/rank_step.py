@@ -24,6 +24,7 @@ from weft.layout.plan import Plan
 from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 from weft.models.common.batch import Batch, example_of, token_example
 from weft.models.common.experts import Dispatch, PlannedKernels
+from weft.models.common.head_output import ChunkedLosses, set_head_output
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.context.attend import whole_sequence_attentions
@@ -193,6 +194,10 @@ def measure_rank(
     for attention in whole_sequence_attentions(step.model.blocks.values()):
         attention.device = run.attention_device
         attention.on_choice = kernels.setdefault
+    for module in modules_as_written(step):
+        output = getattr(module, "head_output", None)
+        if isinstance(output, ChunkedLosses):
+            set_head_output(module, replace(output, is_for_gpu=run.is_for_gpu))
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     products: dict[ExpertKernelChoice, None] = {}
