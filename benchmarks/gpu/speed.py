@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from benchmarks.gpu.report import Check, Row, Settings
@@ -19,6 +20,7 @@ from weft.config.load import load
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.common.init import tie
+from weft.parallel.model.compiled_block import fix_devices
 from weft.run.numerics import numerics
 from weft.train.build_training import build_step
 from weft.train.step import TrainStep
@@ -183,6 +185,8 @@ def ways(
     found = {
         "plain eager": lambda: plain_way(workload, device, is_compiled=False),
         "plain compiled": lambda: plain_way(workload, device, is_compiled=True),
+        "transformers eager": lambda: transformers_way(workload, device, is_compiled=False),
+        "transformers compiled": lambda: transformers_way(workload, device, is_compiled=True),
         "weft": lambda: weft_way(workload, device),
         "weft selective recompute": lambda: weft_way(
             workload, device, "--parallel.recompute", "selective"
@@ -190,7 +194,9 @@ def ways(
         "weft, blocks compiled": lambda: weft_way(workload, device, "--compile", "blocks"),
     }
     if is_rehearsal:
-        del found["plain compiled"], found["weft, blocks compiled"]
+        for name in list(found):
+            if "compiled" in name or "transformers" in name:
+                del found[name]
     return found
 
 
@@ -248,6 +254,7 @@ def plain_way(workload: Workload, device: torch.device, *, is_compiled: bool) ->
     model = nn.ModuleDict(blocks)
     if is_compiled:
         for block in model.values():
+            fix_devices(block, next(iter(model.parameters())))
             block.compile()
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
@@ -262,6 +269,55 @@ def plain_way(workload: Workload, device: torch.device, *, is_compiled: bool) ->
         optimizer.step()
 
     return Way(step, sum(param.numel() for param in params))
+
+
+def transformers_way(workload: Workload, device: torch.device, *, is_compiled: bool) -> Way:
+    """transformers' own class of the same sizes, with its attention, in a plain loop."""
+    import transformers  # late: the extra hf
+
+    run = load(flags(workload), FAMILIES)
+    with torch.device(device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(transformers_config(run.model))
+    num_params = sum(param.numel() for param in model.parameters())
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
+    batch = batch_of(workload, device)
+    call = torch.compile(model) if is_compiled else model
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = call(input_ids=batch.inputs, use_cache=False).logits
+            targets = batch.targets.flatten()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return Way(step, num_params)
+
+
+def transformers_config(model: Any) -> Any:
+    """The sizes of a model as transformers names them."""
+    import transformers
+
+    if model.name == "gpt2":
+        return transformers.GPT2Config(
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+            n_positions=model.max_seq_len,
+        )
+    return transformers.LlamaConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.dim,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        max_position_embeddings=model.max_seq_len,
+        rope_theta=model.rope_theta,
+        tie_word_embeddings=model.tied,
+        rms_norm_eps=model.norm_eps,
+    )
 
 
 def _row(

@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     name, *words = given or ["--help"]
     prepare_streams()
+    # models ask torch.cuda.is_available() as they are imported: by NVML, so that ranks can be forked
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         trusts, words = _take_switch(TRUST_FLAG, words)
         command = _command(name, words)

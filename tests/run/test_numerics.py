@@ -38,7 +38,7 @@ def test_the_allocator_grows_its_segments_unless_the_environment_says_otherwise(
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     expand_segments()
-    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF").startswith("expandable_segments:True,pinned")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
     expand_segments()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ

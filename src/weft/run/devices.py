@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,6 +17,9 @@ from weft.errors import Fault, LaunchError
 from weft.models.common.backward_apart import has_autograd_threads
 from weft.run.fork_probe import survives_fork
 from weft.run.world import ThreadRendezvous, World
+
+DRIVER_FILE = Path("/dev/nvidia-uvm")
+"""Open in processes that have started the CUDA driver, not in those that ask NVML alone."""
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Starter = Literal["fork", "launcher", "threads"]
@@ -294,8 +298,25 @@ def fork_problem() -> str:
     is_in_bad_fork = getattr(torch._C, "_cuda_isInBadFork", None)
     if is_in_bad_fork is not None and is_in_bad_fork():
         return "this process is a fork of one that used CUDA"
+    if _has_started_driver():
+        return (
+            "this process has asked the CUDA driver for GPUs (torch.cuda.is_available() does, unless "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1), and it does not survive a fork"
+        )
     if has_autograd_threads():
         return "autograd's device threads run since the first backward, and do not survive a fork"
     if not survives_fork():
         return "this process has computed with several threads, and they do not survive a fork"
     return ""
+
+
+def _has_started_driver() -> bool:
+    """Whether this process has started the CUDA driver, which then holds a device file open."""
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return False
+    for link in folder.iterdir():
+        with suppress(OSError):  # it has been closed
+            if link.readlink() == DRIVER_FILE:
+                return True
+    return False

@@ -380,6 +380,8 @@ def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> Bl
     q, k, v = block
     missing_rows = -output.lse.shape[-1] % EFFICIENT_ROWS
     padded_lse = F.pad(output.lse, (0, missing_rows))
+    # the kernel for 16 bits reads the output where its forward leaves it, [B, S, H, K], whatever its strides
+    out = output.out.transpose(1, 2).contiguous().transpose(1, 2)
     no_dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         output.grad,
@@ -387,7 +389,7 @@ def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> Bl
         _repeat_heads(k, q),
         _repeat_heads(v, q),
         _efficient_bias(q, k, scores),
-        output.out,
+        out,
         padded_lse.contiguous(),
         no_dropout_state,
         no_dropout_state,

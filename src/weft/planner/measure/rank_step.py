@@ -52,7 +52,7 @@ from weft.planner.measure.recorder import (
     Parts,
     RecordedRegion,
     StepRecorder,
-    fused_attention_on_meta,
+    fused_kernels_on_meta,
     storage_bytes,
     storages,
 )
@@ -210,7 +210,9 @@ def measure_rank(
     played = thinned(plan.table, chosen)
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
-    recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
+    recorded = record_step(
+        step, batches, table=played, recorder_type=recorder_type, is_for_gpu=run.is_for_gpu
+    )
     return replace(
         recorded,
         adapted=run.adapted,
@@ -261,12 +263,14 @@ def record_step(
     *,
     table: Table,
     recorder_type: type[StepRecorder] = StepRecorder,
+    is_for_gpu: bool = False,
 ) -> RankStep:
     """Record one step of one rank, on the meta device or a real one; every rank must call it.
 
     Args:
         batches: this rank's micro-batches, as many as the table has.
         table: with the plan's stages.
+        is_for_gpu: whose kernels the meta device stands for.
     """
     model = step.model
     comm = model.comm
@@ -279,7 +283,7 @@ def record_step(
         model, recorder, before_last_backward=sync, on_action=marker.on_action, table=table
     )
     report_blocks(model.blocks, recorder.on_block)
-    with fused_attention_on_meta(), recorder:
+    with fused_kernels_on_meta(is_for_gpu=is_for_gpu), recorder:
         step(batches[:1], lr=1.0)
         step.player = recorded_player
         kept = _kept_tensors(step)

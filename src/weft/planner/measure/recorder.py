@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -334,14 +334,16 @@ class CallRecorder(StepRecorder):
 
 
 @contextmanager
-def fused_attention_on_meta() -> Iterator[None]:
-    """While it is open, attention on the meta device is one fused kernel, as on real devices; torch
-    decomposes it there into products of all scores.
+def fused_kernels_on_meta(*, is_for_gpu: bool) -> Iterator[None]:
+    """While it is open, attention on the meta device is one fused kernel, as on real devices, and RMSNorm
+    as on GPUs; torch decomposes them there.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden
         library.impl("scaled_dot_product_attention", _attend_fused, "AutogradMeta")
+        if is_for_gpu:
+            library.impl("rms_norm", _norm_fused, "AutogradMeta")
     try:
         yield
     finally:
@@ -375,3 +377,21 @@ def _attend_fused(
     )
     own: Tensor = out[..., : value.shape[-1]]
     return own
+
+
+def _norm_fused(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Shapes as `torch.nn.functional.rms_norm`, by the kernel of layer norms, which reads, writes and keeps
+    as much; where types differ torch has no kernel, and computes step by step.
+    """
+    if weight is None or weight.dtype == x.dtype:
+        out, *_ = torch.native_layer_norm(x, normalized_shape, weight, None, eps or 0.0)
+        return out
+    dims = [-1 - index for index in range(len(normalized_shape))]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + (eps or 0.0))
+    return ((wide * factor).to(x.dtype) * weight).to(torch.promote_types(x.dtype, weight.dtype))
