@@ -18,9 +18,9 @@ from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
 from weft.config.load import load
 from weft.models import FAMILIES
+from weft.models.common.attention import fix_for_compiler
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.common.init import tie
-from weft.parallel.model.compiled_block import fix_devices
 from weft.run.numerics import numerics
 from weft.train.build_training import build_step
 from weft.train.step import TrainStep
@@ -254,7 +254,7 @@ def plain_way(workload: Workload, device: torch.device, *, is_compiled: bool) ->
     model = nn.ModuleDict(blocks)
     if is_compiled:
         for block in model.values():
-            fix_devices(block, next(iter(model.parameters())))
+            fix_for_compiler(block, next(iter(model.parameters())))
             block.compile()
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)

@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 from tests.matrix.layouts import Case, subject_of
 from tests.one_device import PATIENCE_S, check_records, one_device, records_of
 from weft.config.rules.config_checks import config_checks
+from weft.core.attention_choice import AttentionDevice
 from weft.errors import PlanError
 from weft.layout.compilation import NOT_COMPILED
+from weft.models.common import attention
 from weft.models.common.batch import token_batch
 from weft.parallel.model.compiled_block import CompiledBlock, compiled_block
 
@@ -51,10 +53,19 @@ CASES = [
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are traced and differentiated as always; the graphs run as they are, without new kernels."""
+    """Blocks are traced and differentiated as always; the graphs run as they are, without new kernels. The
+    device of a tensor is asked outside of them: on a GPU the question would end a graph.
+    """
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    asked = attention.attention_device
+
+    def ask(x: torch.Tensor) -> AttentionDevice:
+        torch._dynamo.graph_break()
+        return asked(x)
+
+    monkeypatch.setattr(attention, "attention_device", ask)
 
 
 @pytest.mark.usefixtures("traced")

@@ -33,7 +33,18 @@ from weft.start.checked_run import load_checked_run
 from weft.start.transformers_model import prepared
 
 PDROPS = '{"attn_pdrop": 0.2, "resid_pdrop": 0.1, "embd_pdrop": 0.1}'
+
 TINY = {name: size.tiny for name, size in SIZES.items()} | {"settings": ""}
+
+
+def test_building_a_model_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of transformers ask whether a CUDA stream is captured, which starts the driver."""
+    questions: list[None] = []
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: bool(questions.append(None))
+    )
+    prepared(load(["--model.name", "hf:olmo2", "--model.layers", "3"], FAMILIES))
+    assert not questions
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral", "bloom"])

@@ -132,6 +132,15 @@ def test_a_fork_is_refused_where_autograd_threads_run(monkeypatch, tmp_path):
         worker_group.fork_workers(2, tmp_path)
 
 
+def test_a_fork_in_which_cuda_cannot_start_is_explained(monkeypatch):
+    def fail(device: object) -> object:
+        raise RuntimeError("CUDA error: initialization error\nFor debugging ...")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    with pytest.raises(LaunchError, match=r"had asked its driver .* PYTORCH_NVML_BASED_CUDA_CHECK"):
+        devices.gpu_uuid(torch.device("cuda:0"))
+
+
 def test_a_rank_process_claims_its_gpu_before_it_connects(monkeypatch):
     """Two processes that see one GPU as theirs end with an error, not in NCCL."""
 

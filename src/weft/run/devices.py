@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -13,13 +12,13 @@ from typing import Literal, Protocol
 import torch
 
 from weft.core.gpu_files import may_have_gpu
-from weft.errors import Fault, LaunchError
+from weft.errors import Fault, LaunchError, first_line
 from weft.models.common.backward_apart import has_autograd_threads
 from weft.run.fork_probe import survives_fork
 from weft.run.world import ThreadRendezvous, World
 
-DRIVER_FILE = Path("/dev/nvidia-uvm")
-"""Open in processes that have started the CUDA driver, not in those that ask NVML alone."""
+BAD_FORK = "initialization error"
+"""Part of what CUDA says in a fork of a process that has started its driver."""
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Starter = Literal["fork", "launcher", "threads"]
@@ -283,8 +282,24 @@ def check_exclusive(claims: Claims, uuid: str) -> None:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """UUID of a GPU; CUDA is started in this process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """UUID of a GPU; CUDA is started in this process.
+
+    Raises:
+        LaunchError: CUDA does not start, since the process is a fork of one that had asked its driver.
+    """
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except RuntimeError as error:
+        if BAD_FORK not in str(error):
+            raise
+        what = (
+            "CUDA does not start: the process that forked the ranks had asked its driver for GPUs"
+        )
+        fix = (
+            "set PYTORCH_NVML_BASED_CUDA_CHECK=1, by which torch.cuda.is_available() does not, or start "
+            "the script with torchrun"
+        )
+        raise LaunchError(Fault("ranks", what, got=first_line(error), fix=fix)) from error
 
 
 def fork_problem() -> str:
@@ -298,25 +313,8 @@ def fork_problem() -> str:
     is_in_bad_fork = getattr(torch._C, "_cuda_isInBadFork", None)
     if is_in_bad_fork is not None and is_in_bad_fork():
         return "this process is a fork of one that used CUDA"
-    if _has_started_driver():
-        return (
-            "this process has asked the CUDA driver for GPUs (torch.cuda.is_available() does, unless "
-            "PYTORCH_NVML_BASED_CUDA_CHECK=1), and it does not survive a fork"
-        )
     if has_autograd_threads():
         return "autograd's device threads run since the first backward, and do not survive a fork"
     if not survives_fork():
         return "this process has computed with several threads, and they do not survive a fork"
     return ""
-
-
-def _has_started_driver() -> bool:
-    """Whether this process has started the CUDA driver, which then holds a device file open."""
-    folder = Path("/proc/self/fd")
-    if not folder.is_dir():
-        return False
-    for link in folder.iterdir():
-        with suppress(OSError):  # it has been closed
-            if link.readlink() == DRIVER_FILE:
-                return True
-    return False

@@ -209,6 +209,10 @@ class Attend(nn.Module):
         sinks: parameter of the model, [H]; sharded as the heads are.
         head_bias: parameter of the model, [H]; sharded as the heads are.
         dropout: see `AttentionSpec`.
+
+    Attributes:
+        implementation: what computes it.
+        fixed: what it computes, where compiled code calls it; see `fix_for_compiler`.
     """
 
     def __init__(
@@ -229,6 +233,7 @@ class Attend(nn.Module):
         self.head_bias = head_bias
         self.dropout = dropout
         self.implementation: AttentionImplementation = FusedAttention()
+        self.fixed: AttentionSpec | None = None
         AttentionSpec(
             mask, scale, dropout=dropout
         )  # rejects a wrong scale where the model is built
@@ -241,10 +246,25 @@ class Attend(nn.Module):
         )
 
     def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
-        spec = self.requirements
+        spec = self.fixed or self.requirements
         if self.training and spec.dropout:
             spec = replace(spec, draws=attention_draws(q_BSHK, spec.dropout))
         return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, spec)
+
+
+def fix_for_compiler(block: nn.Module, param: Tensor) -> None:
+    """Fix what attention below a block computes, and by which device's kernels: compiled code that made a
+    specification, or asked for the device of `param`, would be divided there.
+    """
+    device = attention_device(param)
+    for module in block.modules():
+        if not isinstance(module, Attend):
+            continue
+        implementation = module.implementation
+        if isinstance(implementation, FusedAttention) and implementation.device is None:
+            implementation.device = device
+        if module.sinks is None and module.head_bias is None:
+            module.fixed = module.requirements
 
 
 def eager_attention(

@@ -174,6 +174,7 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.moe import ExpertsInterface
+    from transformers.utils import import_utils
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -181,6 +182,9 @@ def register() -> None:
     is_tracing = getattr(masking_utils, "is_tracing", None)
     if is_tracing is not None and not isinstance(is_tracing, _HasNoValues):
         setattr(masking_utils, "is_tracing", _HasNoValues(is_tracing))  # noqa: B010 - not a function
+    captures = getattr(import_utils, CAPTURES, None)
+    if captures is not None and not isinstance(captures, _IfCudaRuns):
+        setattr(import_utils, CAPTURES, _IfCudaRuns(captures))
 
 
 @dataclass(frozen=True)
@@ -191,3 +195,18 @@ class _HasNoValues:
 
     def __call__(self, tensor: Tensor | None = None) -> bool:
         return (tensor is not None and tensor.is_meta) or self.is_tracing(tensor)
+
+
+CAPTURES = "is_cuda_stream_capturing"
+
+
+@dataclass(frozen=True)
+class _IfCudaRuns:
+    """Whether a CUDA stream is captured: not where CUDA has not started, which the question would do, and
+    ranks could not be forked then.
+    """
+
+    captures: Callable[[], bool]
+
+    def __call__(self) -> bool:
+        return torch.cuda.is_initialized() and self.captures()

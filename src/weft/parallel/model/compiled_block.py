@@ -12,7 +12,6 @@ from torch import nn
 from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.compilation import KEY, NOT_COMPILED, OFF, Compile
 from weft.models.common import attention, experts
-from weft.models.common.attention_kernels import attention_device
 from weft.models.common.batch import Batch
 from weft.models.common.buffer_updates import updates_buffers
 
@@ -62,7 +61,7 @@ class CompiledBlock(nn.Module):
         if self._compiled is not None:
             return self._compiled(x, batch)
         first = next(self.block.parameters())
-        fix_devices(self.block, first)
+        attention.fix_for_compiler(self.block, first)
         compiled = _compile(_call_of(self.block), first.device)
         out = self._named_errors(compiled, x, batch)
         self._compiled = compiled
@@ -88,17 +87,6 @@ def _has_values(block: nn.Module) -> bool:
         return False
     is_watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return not is_watched
-
-
-def fix_devices(block: nn.Module, param: nn.Parameter) -> None:
-    """Have attention choose kernels for the device of the parameters: a query of it inside the compiled
-    code would end its graph there.
-    """
-    device = attention_device(param)
-    for module in block.modules():
-        attend = getattr(module, "attend", None)
-        if isinstance(attend, attention.FusedAttention) and attend.device is None:
-            attend.device = device
 
 
 def _call_of(block: nn.Module) -> Forward:
