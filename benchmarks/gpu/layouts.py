@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 from benchmarks.gpu.report import Check, Row, Settings
+from torch import Tensor
 
 from tests.one_device import micro_batches
 from weft.comm.comm import Comm
@@ -91,8 +93,10 @@ CASES = (
     Case("dp2", "--compile blocks --parallel.zero 3", dtype="float32"),
     Case("dp2", setting="--precision.compute float16", dtype="bfloat16"),
 )
-BOUNDS = {"float64": 1e-8, "float32": 2e-5, "bfloat16": 1e-2}
-"""Largest relative difference of a loss or norm; float64 on GPUs is 1e-12 in theory."""
+BOUNDS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2}
+"""Largest relative difference of a loss or norm."""
+NOISE_FACTOR, LEAST_BOUND = 8, 1e-12
+"""One rank in float64 may differ from the CPU by this multiple of what `cosines_off` moves, and this."""
 
 
 def flags(case: Case, dtype: str, settings: Settings) -> list[str]:
@@ -178,9 +182,46 @@ def _check_one_rank(case: Case, dtype: str, settings: Settings) -> Iterator[Row]
     again = difference(train(words, settings.device), expected)
     yield Row(f"{dtype} {case} against itself", f"{again:.1e}")
     if settings.device != "cpu":
-        on_cpu = difference(expected, train(words, "cpu"))
-        is_ok = on_cpu <= BOUNDS[dtype]
-        yield Row(f"{dtype} {case} against the CPU", f"{on_cpu:.1e}", is_ok)
+        on_cpu = train(words, "cpu")
+        found = difference(expected, on_cpu)
+        bound = BOUNDS[dtype]
+        if dtype == "float64":
+            with cosines_off():
+                bound = NOISE_FACTOR * difference(train(words, "cpu"), on_cpu) + LEAST_BOUND
+        yield Row(
+            f"{dtype} {case} against the CPU", f"{found:.1e} (bound {bound:.1e})", found <= bound
+        )
+
+
+@contextmanager
+def cosines_off() -> Iterator[None]:
+    """Inside, cosines and sines in float32 are off by two units in the last place or less, as CUDA documents
+    its own. RoPE's angles are float32 in every run, as in published models.
+    """
+    generator = torch.Generator().manual_seed(0)
+    names = ("cos", "sin")
+    exact = {name: getattr(torch.Tensor, name) for name in names}
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        y: Tensor = exact[name](x)
+        if y.dtype != torch.float32:
+            return y
+        for _ in range(2):
+            steps = torch.randint(-1, 2, y.shape, generator=generator)
+            y = torch.where(steps == 0, y, torch.nextafter(y, y + steps))
+        return y
+
+    for name in names:
+        setattr(torch.Tensor, name, partialmethod(_moved_by, partial(moved, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(torch.Tensor, name, exact[name])
+
+
+def _moved_by(x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+    return move(x)
 
 
 def _check_case(case: Case, dtype: str, settings: Settings) -> Iterator[Row]:

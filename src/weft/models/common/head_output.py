@@ -217,16 +217,28 @@ class _Gradients:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
-    def add(self, chunk: _TokenChunk, d_logits_CV: Tensor) -> None:
-        """Add those of a chunk, from the gradient of its logits."""
+    def add(self, chunk: _TokenChunk, log_total_C: Tensor, weights_C: Tensor) -> None:
+        """Add those of a chunk, whose losses have these weights.
+
+        Weights of rows multiply x and dx, which are smaller than the logits, where they can.
+        """
+        needs_x, needs_weight, needs_bias = self.needs
+        rows_C1: Tensor | None = None
+        if chunk.is_whole and not needs_bias:
+            rows_C1 = weights_C.unsqueeze(-1)
+            d_logits_CV = chunk.unweighted_gradient()
+        else:
+            d_logits_CV = chunk.logit_gradient(log_total_C, weights_C)
         dtype = d_logits_CV.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        needs_x, needs_weight, needs_bias = self.needs
         if needs_x:
             dx_CD = d_logits_CV @ chunk.weight_VD.to(dtype)
+            dx_CD = dx_CD if rows_C1 is None else dx_CD.mul_(rows_C1)
             self.x.append(dx_CD.to(chunk.x_CD.dtype))
         if needs_weight:
-            self.weight = _add_product(self.weight, d_logits_CV.t(), chunk.x_CD.to(dtype), wide)
+            x_CD = chunk.x_CD.to(dtype)
+            x_CD = x_CD if rows_C1 is None else x_CD * rows_C1.to(dtype)
+            self.weight = _add_product(self.weight, d_logits_CV.t(), x_CD, wide)
         if needs_bias:
             d_bias = d_logits_CV.sum(0, dtype=wide)
             self.bias = d_bias if self.bias is None else self.bias.add_(d_bias)
@@ -278,15 +290,15 @@ class _ChunkedLosses(torch.autograd.Function):
             gradients = _Gradients(ctx.needs_input_grad[:3])
         losses: list[Tensor] = []
         log_totals: list[Tensor] = []
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, length, lo=vocabulary.lo):
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, length, vocabulary):
             loss_C, log_total_C = chunk.losses(vocabulary)
             losses.append(loss_C)
             log_totals.append(log_total_C)
             if gradients is not None:
                 counts_C = (chunk.targets_C != IGNORE).to(loss_C.dtype)
-                gradients.add(chunk, chunk.logit_gradient(log_total_C, counts_C))
+                gradients.add(chunk, log_total_C, counts_C)
         ctx.save_for_backward(x_BSD, weight_VD, bias_V, targets_BS, torch.cat(log_totals))
-        ctx.lo, ctx.length = vocabulary.lo, length
+        ctx.vocabulary, ctx.length = vocabulary, length
         ctx.gradients = gradients
         return torch.cat(losses).view(targets_BS.shape)
 
@@ -302,9 +314,8 @@ class _ChunkedLosses(torch.autograd.Function):
             return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), *[None] * 4
         gradients = _Gradients(ctx.needs_input_grad[:3])
         weights_N = gradient_BS.flatten() * (targets_BS.flatten() != IGNORE)
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.length, lo=ctx.lo):
-            rows = chunk.rows
-            gradients.add(chunk, chunk.logit_gradient(log_totals_N[rows], weights_N[rows]))
+        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.length, ctx.vocabulary):
+            gradients.add(chunk, log_totals_N[chunk.rows], weights_N[chunk.rows])
         return *gradients.of(x_BSD, weight_VD, bias_V), *[None] * 4
 
 
@@ -318,7 +329,10 @@ class _TokenChunk:
         log_total_C: log of the sum of exponentials of the logits that are here.
         places_C1: places of the targets among the entries that are here, 0 for others.
         is_here_C: which targets are among them.
+        is_whole: whether all entries are here, and rows may get their weights later.
     """
+
+    is_whole = False
 
     def __init__(
         self,
@@ -370,6 +384,17 @@ class _TokenChunk:
         gradient_CV = torch.mul(self.softmax_CV, factors_C1, out=self.logits_CV)
         return gradient_CV.scatter_(-1, self.places_C1, (of_targets_C1 - ones_C1).to(gradient_CV))
 
+    def unweighted_gradient(self) -> Tensor:
+        """softmax - 1 at the target -> the gradient of logits_CV for weights of 1, in memory of its own
+        or in that of the logits.
+        """
+        ones_C1 = self.is_here_C.to(self.dtype).unsqueeze(-1)
+        of_targets_C1 = self.softmax_CV.gather(-1, self.places_C1) - ones_C1
+        gradient_CV = self.softmax_CV
+        if gradient_CV.dtype != self.logits_CV.dtype:
+            gradient_CV = self.logits_CV.copy_(gradient_CV)
+        return gradient_CV.scatter_(-1, self.places_C1, of_targets_C1.to(gradient_CV.dtype))
+
 
 def _chunks(
     x_BSD: Tensor,
@@ -377,20 +402,24 @@ def _chunks(
     bias_V: Tensor | None,
     targets_BS: Tensor,
     length: int,
-    *,
-    lo: int,
+    vocabulary: WholeVocabulary,
 ) -> Iterator[_TokenChunk]:
     """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
     x_ND = x_BSD.flatten(0, -2)
     targets_N = targets_BS.flatten()
+    lo = vocabulary.lo
     num_entries = len(weight_VD)
+    is_whole = num_entries == vocabulary.num_entries(weight_VD)
     weight_VD, bias_V = _with_rows_of_zeros(weight_VD, bias_V)
     for start in range(0, len(x_ND), length):
         rows = slice(start, min(start + length, len(x_ND)))
         targets_C = targets_N[rows]
-        yield _TokenChunk(
+        chunk = _TokenChunk(
             rows, x_ND[rows], weight_VD, bias_V, targets_C, lo=lo, num_entries=num_entries
         )
+        # in float16 small entries of the gradient are kept by their weights alone
+        chunk.is_whole = is_whole and chunk.logits_CV.dtype != torch.float16
+        yield chunk
 
 
 def _with_rows_of_zeros(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
