@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from benchmarks.gpu.kernels import check_attention, check_profile
@@ -27,10 +29,8 @@ from benchmarks.gpu.speed import (
 from weft.run.devices import find_gpus, fork_problem
 
 COMMAND_LIMIT_S = 170.0
-TINY = (
-    "--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 2 --model.ffn 64 "
-    "--data.seq_len 16 --batch.global_size 4 --batch.micro_size 1"
-)
+BATCH = "--data.seq_len 16 --batch.global_size 4 --batch.micro_size 1"
+TINY = f"--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 2 --model.ffn 64 {BATCH}"
 
 
 def check_environment(settings: Settings) -> Iterator[Row]:
@@ -60,7 +60,23 @@ def command_checks(settings: Settings) -> list[Check]:
     threads += ["--out", str(settings.folder / "threads")]
     run = partial(_train, name, threads)
     checks.append(Check(name, run))
+    models = {"a model of a user": str(_user_model(settings))}
+    if find_spec("transformers") is not None:
+        models["a decoder of transformers"] = "hf:olmo2"
+    for number, (name, model) in enumerate(models.items()):
+        words = [*f"--device {device} {BATCH} --model.name {model} --steps 2".split()]
+        words += ["--out", str(settings.folder / f"model{number}")]
+        checks.append(Check(name, partial(_train, name, words)))
     return checks
+
+
+def _user_model(settings: Settings) -> Path:
+    """The first model of docs/your-model.md."""
+    page = Path(__file__).parents[2] / "docs/your-model.md"
+    _, _, code = page.read_text().partition("```python\n")
+    path = settings.folder / "gpt.py"
+    path.write_text(code.partition("```")[0])
+    return path
 
 
 def _train(name: str, options: Sequence[str], settings: Settings) -> Iterator[Row]:
@@ -71,7 +87,7 @@ def _train(name: str, options: Sequence[str], settings: Settings) -> Iterator[Ro
     if done.returncode != 0:
         yield Row(name, done.stderr.strip()[-300:], is_ok=False)
         return
-    folder = settings.folder / ("threads" if "threads" in options else "run")
+    folder = Path(options[options.index("--out") + 1])
     lines = (folder / "events.jsonl").read_text().splitlines()
     steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
     yield Row(name, f"{len(steps)} steps, loss {steps[-1]['loss']:.4f}", is_ok=True)

@@ -29,6 +29,7 @@ pytestmark = [
 
 slow = pytest.mark.slow
 MOST_GRAPHS = 20
+CHUNKED = {"parallel.logits": "chunked"}
 COMPILED = {"compile": "blocks"}
 CASES = [
     Case("dp2", zero=3, documents=True, seq_len=256, layers=2, microbatches=1),
@@ -72,13 +73,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_blocks_compute_what_one_device_computes(case: Case) -> None:
     is_mixture = case.family in ("deepseek", "qwen3-moe")
-    subject = subject_of(case, num_steps=2, values=COMPILED)
+    subject = subject_of(case, num_steps=2, values=COMPILED | CHUNKED)
     assert not any(check.fails() for check in config_checks(subject.run))
     records = records_of(subject)
     assert counters["frames"]["ok"] > 0, "nothing was compiled"
     assert is_mixture or case.documents or not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] <= MOST_GRAPHS, "one for each batch?"
-    check_records(subject, records, one_device(subject_of(case, num_steps=2)))
+    check_records(subject, records, one_device(subject_of(case, num_steps=2, values=CHUNKED)))
 
 
 @slow

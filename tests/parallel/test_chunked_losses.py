@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,9 +61,10 @@ class Case:
         )
         return losses.view(self.targets.shape)
 
-    def chunked(self, *, is_ahead: bool) -> Tensor:
+    def chunked(self, *, is_ahead: bool, is_compiled: bool = False) -> Tensor:
         """losses_BS chunk by chunk."""
-        return ChunkedLosses(WholeVocabulary(), is_ahead).losses(*self.operands, self.targets)
+        output = ChunkedLosses(WholeVocabulary(), is_ahead, is_compiled=is_compiled)
+        return output.losses(*self.operands, self.targets)
 
 
 def of_sum(losses: Tensor) -> Tensor:
@@ -73,16 +76,26 @@ def weighted(losses: Tensor) -> Tensor:
     return (losses * weights.view(losses.shape)).sum()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("reduced", [of_sum, weighted])
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_losses_and_gradients_equal_those_of_whole_logits(is_ahead, reduced):
+def test_losses_and_gradients_equal_those_of_whole_logits(
+    monkeypatch, is_ahead, reduced, has_bias, is_compiled
+):
+    """With a bias the gradient of logits has the weights of rows; without one x and dx get them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    head_output._compiled.cache_clear()
     case = Case()
-    want, got = case.plain(), case.chunked(is_ahead=is_ahead)
+    case.bias.requires_grad_(has_bias)
+    want = case.plain()
+    got = case.chunked(is_ahead=is_ahead, is_compiled=is_compiled)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
-    want_grads = torch.autograd.grad(reduced(want), case.operands)
+    operands = [each for each in case.operands if each.requires_grad]
+    want_grads = torch.autograd.grad(reduced(want), operands)
     loss = reduced(got)
     for _ in range(2):  # the second backward finds no gradients of the forward
-        grads = torch.autograd.grad(loss, case.operands, retain_graph=True)
+        grads = torch.autograd.grad(loss, operands, retain_graph=True)
         torch.testing.assert_close(grads, want_grads, rtol=1e-12, atol=1e-13)
 
 

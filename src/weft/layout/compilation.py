@@ -21,7 +21,9 @@ from weft.errors import Fault
 Compile = Literal["off", "auto", "blocks"]
 KEY = "compile"
 NOT_COMPILED = ("embed", "head", "loss")
-"""Blocks of one or two operations, or with a loss that goes through the tokens piece by piece."""
+"""Blocks of one or two operations, or with a loss that goes through the tokens chunk by chunk, of which
+softmax and gradient are compiled (models/common/head_output.py).
+"""
 OFF = "--compile off"
 
 

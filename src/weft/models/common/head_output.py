@@ -29,9 +29,10 @@ Note [Chunked losses]
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.compiler import compile_function
 
 CHUNK_BYTES = 2**26
 """Logits of a chunk in float32, where D / 4 tokens are not more."""
@@ -135,11 +137,14 @@ class ChunkedLosses(HeadOutput):
         vocabulary: the entries that are here.
         is_ahead: whether gradients are formed in the forward.
         is_for_gpu: whose chunks tensors on the meta device have; None: those of a CPU.
+        is_compiled: whether softmax and gradient of a chunk are compiled, so that each reads the
+            logits once.
     """
 
     vocabulary: WholeVocabulary
     is_ahead: bool
     is_for_gpu: bool | None = None
+    is_compiled: bool = False
 
     def __call__(self, proj: nn.Module, x_BSD: Tensor, batch: Batch) -> Tensor:
         """-> losses_BS, 0 where a target does not count; in float32 at least.
@@ -166,10 +171,18 @@ class ChunkedLosses(HeadOutput):
             dim=x_BSD.shape[-1],
             on_gpu=x_BSD.is_cuda or (x_BSD.is_meta and bool(self.is_for_gpu)),
         )
+        is_compiled = self.is_compiled and torch.is_grad_enabled() and not is_watched(x_BSD)
+        chunks = _Chunks(self.vocabulary, length, _CompiledChunk if is_compiled else _TokenChunk)
         losses: Tensor = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
-            x_BSD, weight_VD, bias_V, targets_BS, self.vocabulary, length, is_ahead
+            x_BSD, weight_VD, bias_V, targets_BS, chunks, is_ahead
         )
         return losses
+
+
+def is_watched(x: Tensor) -> bool:
+    """Whether a tensor has no values, or a mode looks at each operation: nothing is compiled then."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return x.is_meta or bool(modes)
 
 
 def check_within(entries: Tensor, vocab: int, what: str) -> None:
@@ -281,8 +294,7 @@ class _ChunkedLosses(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_BS: Tensor,
-        vocabulary: WholeVocabulary,
-        length: int,
+        chunks: _Chunks,
         is_ahead: bool,
     ) -> Tensor:
         gradients: _Gradients | None = None
@@ -290,15 +302,15 @@ class _ChunkedLosses(torch.autograd.Function):
             gradients = _Gradients(ctx.needs_input_grad[:3])
         losses: list[Tensor] = []
         log_totals: list[Tensor] = []
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, length, vocabulary):
-            loss_C, log_total_C = chunk.losses(vocabulary)
+        for chunk in chunks.of(x_BSD, weight_VD, bias_V, targets_BS):
+            loss_C, log_total_C = chunk.losses(chunks.vocabulary)
             losses.append(loss_C)
             log_totals.append(log_total_C)
             if gradients is not None:
                 counts_C = (chunk.targets_C != IGNORE).to(loss_C.dtype)
                 gradients.add(chunk, log_total_C, counts_C)
         ctx.save_for_backward(x_BSD, weight_VD, bias_V, targets_BS, torch.cat(log_totals))
-        ctx.vocabulary, ctx.length = vocabulary, length
+        ctx.chunks = chunks
         ctx.gradients = gradients
         return torch.cat(losses).view(targets_BS.shape)
 
@@ -311,12 +323,12 @@ class _ChunkedLosses(torch.autograd.Function):
         is_of_sum = not any(gradient_BS.stride())  # one number, expanded
         if gradients is not None and is_of_sum:
             factor = gradient_BS.flatten()[0]
-            return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), *[None] * 4
+            return *gradients.of(x_BSD, weight_VD, bias_V, factor=factor), *[None] * 3
         gradients = _Gradients(ctx.needs_input_grad[:3])
         weights_N = gradient_BS.flatten() * (targets_BS.flatten() != IGNORE)
-        for chunk in _chunks(x_BSD, weight_VD, bias_V, targets_BS, ctx.length, ctx.vocabulary):
+        for chunk in ctx.chunks.of(x_BSD, weight_VD, bias_V, targets_BS):
             gradients.add(chunk, log_totals_N[chunk.rows], weights_N[chunk.rows])
-        return *gradients.of(x_BSD, weight_VD, bias_V), *[None] * 4
+        return *gradients.of(x_BSD, weight_VD, bias_V), *[None] * 3
 
 
 class _TokenChunk:
@@ -351,16 +363,20 @@ class _TokenChunk:
         self.logits_CV = logits_CV = F.linear(x_CD, weight_VD, bias_V)
         self.targets_C = targets_C
         self.dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-        self.softmax_CV = logits_CV.softmax(-1, dtype=self.dtype)
-        # the largest probability is 1 / V at least: its log is exact where that of others is not
-        largest_C1, places_C1 = logits_CV.max(-1, keepdim=True)
-        largest_of_softmax_C1 = self.softmax_CV.gather(-1, places_C1)
-        log_total_C1 = largest_C1.to(self.dtype) - largest_of_softmax_C1.log()
-        self.log_total_C = log_total_C1.squeeze(-1)
+        self.log_total_C = self.log_of_total()
         places_C = targets_C - lo
         self.is_here_C = (places_C >= 0) & (places_C < num_entries)
         self.is_here_C = self.is_here_C & (targets_C != IGNORE)
         self.places_C1 = torch.where(self.is_here_C, places_C, 0).unsqueeze(-1)
+
+    def log_of_total(self) -> Tensor:
+        """The log of the sum of exponentials; the softmax is kept for the gradient."""
+        self.softmax_CV = self.logits_CV.softmax(-1, dtype=self.dtype)
+        # the largest probability is 1 / V at least: its log is exact where that of others is not
+        largest_C1, places_C1 = self.logits_CV.max(-1, keepdim=True)
+        largest_of_softmax_C1 = self.softmax_CV.gather(-1, places_C1)
+        log_total_C1 = largest_C1.to(self.dtype) - largest_of_softmax_C1.log()
+        return log_total_C1.squeeze(-1)
 
     def losses(self, vocabulary: WholeVocabulary) -> tuple[Tensor, Tensor]:
         """losses_C, 0 where a target does not count, and log_total_C over all entries."""
@@ -396,30 +412,81 @@ class _TokenChunk:
         return gradient_CV.scatter_(-1, self.places_C1, of_targets_C1.to(gradient_CV.dtype))
 
 
-def _chunks(
-    x_BSD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_BS: Tensor,
-    length: int,
-    vocabulary: WholeVocabulary,
-) -> Iterator[_TokenChunk]:
-    """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
-    x_ND = x_BSD.flatten(0, -2)
-    targets_N = targets_BS.flatten()
-    lo = vocabulary.lo
-    num_entries = len(weight_VD)
-    is_whole = num_entries == vocabulary.num_entries(weight_VD)
-    weight_VD, bias_V = _with_rows_of_zeros(weight_VD, bias_V)
-    for start in range(0, len(x_ND), length):
-        rows = slice(start, min(start + length, len(x_ND)))
-        targets_C = targets_N[rows]
-        chunk = _TokenChunk(
-            rows, x_ND[rows], weight_VD, bias_V, targets_C, lo=lo, num_entries=num_entries
-        )
-        # in float16 small entries of the gradient are kept by their weights alone
-        chunk.is_whole = is_whole and chunk.logits_CV.dtype != torch.float16
-        yield chunk
+class _CompiledChunk(_TokenChunk):
+    """A chunk whose softmax is never in memory: compiled code reads its logits once for the sum of their
+    exponentials, and once for their gradient.
+    """
+
+    def log_of_total(self) -> Tensor:
+        log_total_C: Tensor = _compiled(_log_of_total, self.x_CD.device)(self.logits_CV)
+        return log_total_C
+
+    def logit_gradient(self, log_total_C: Tensor, weights_C: Tensor) -> Tensor:
+        ones_C = torch.where(self.is_here_C, weights_C, 0.0)
+        columns_C1 = log_total_C.unsqueeze(-1), weights_C.unsqueeze(-1), ones_C.unsqueeze(-1)
+        compiled = _compiled(_logit_gradient, self.x_CD.device)
+        return compiled(self.logits_CV, *columns_C1, self.places_C1)
+
+    def unweighted_gradient(self) -> Tensor:
+        return self.logit_gradient(self.log_total_C, torch.ones_like(self.log_total_C))
+
+
+def _log_of_total(logits_CV: Tensor) -> Tensor:
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return wide_CV.logsumexp(-1)
+
+
+def _logit_gradient(
+    logits_CV: Tensor, log_total_C1: Tensor, weights_C1: Tensor, ones_C1: Tensor, places_C1: Tensor
+) -> Tensor:
+    softmax_CV = (logits_CV.to(log_total_C1.dtype) - log_total_C1).exp()
+    columns_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
+    of_targets_CV = torch.where(columns_V == places_C1, ones_C1, 0.0)
+    return (weights_C1 * softmax_CV - of_targets_CV).to(logits_CV.dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    return compile_function(function, device)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How tokens are divided in chunks.
+
+    Attributes:
+        vocabulary: the entries that are here.
+        length: tokens of a chunk.
+        kind: class of the chunks.
+    """
+
+    vocabulary: WholeVocabulary
+    length: int
+    kind: type[_TokenChunk]
+
+    def of(
+        self, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_BS: Tensor
+    ) -> Iterator[_TokenChunk]:
+        """The chunks one after the other, the same rows on all ranks that share the vocabulary."""
+        x_ND = x_BSD.flatten(0, -2)
+        targets_N = targets_BS.flatten()
+        num_entries = len(weight_VD)
+        is_whole = num_entries == self.vocabulary.num_entries(weight_VD)
+        weight_VD, bias_V = _with_rows_of_zeros(weight_VD, bias_V)
+        for start in range(0, len(x_ND), self.length):
+            rows = slice(start, min(start + self.length, len(x_ND)))
+            chunk = self.kind(
+                rows,
+                x_ND[rows],
+                weight_VD,
+                bias_V,
+                targets_N[rows],
+                lo=self.vocabulary.lo,
+                num_entries=num_entries,
+            )
+            # in float16 small entries of the gradient are kept by their weights alone
+            chunk.is_whole = is_whole and chunk.logits_CV.dtype != torch.float16
+            yield chunk
 
 
 def _with_rows_of_zeros(weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:

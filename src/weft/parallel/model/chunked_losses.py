@@ -11,7 +11,6 @@ from weft.layout.plan import Plan
 from weft.models.common.head_output import (
     ChunkedLosses,
     HasVocabulary,
-    HeadOutput,
     PlainLosses,
     WholeVocabulary,
     heads_with_losses,
@@ -32,23 +31,26 @@ def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan, *, device: s
     if not plan.chunked_losses:
         return
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.blocks}
+    is_compiled = plan.compiles_blocks(device)
     for name, head, loss in list(heads_with_losses(blocks)):
-        if plan.compiles_blocks(device) and name not in NOT_COMPILED:
+        if is_compiled and name not in NOT_COMPILED:
             set_head_output(head, PlainLosses())
             continue
         is_of_sum = not isinstance(loss, PreferenceLoss)
         is_ahead = is_of_sum and most_in_flight(plan.table, stage_of[name]) == 1
-        set_head_output(head, _output_of(head.proj, is_ahead=is_ahead))  # type: ignore[arg-type]
+        vocabulary = _vocabulary_of(head.proj)  # type: ignore[arg-type]
+        if vocabulary is None:
+            set_head_output(head, PlainLosses())
+        else:
+            output = ChunkedLosses(vocabulary, is_ahead, is_compiled=is_compiled)
+            set_head_output(head, output)
 
 
-def _output_of(proj: nn.Module, *, is_ahead: bool) -> HeadOutput:
-    match proj:
-        case HasVocabulary():
-            return ChunkedLosses(proj.vocabulary(), is_ahead)
-        case nn.Linear():
-            return ChunkedLosses(WholeVocabulary(), is_ahead)
-        case _:  # row-parallel: its logits are whole
-            return PlainLosses()
+def _vocabulary_of(proj: nn.Module) -> WholeVocabulary | None:
+    """The entries of a projection's rank; None: it is row-parallel, and its logits are whole."""
+    if isinstance(proj, HasVocabulary):
+        return proj.vocabulary()
+    return WholeVocabulary() if isinstance(proj, nn.Linear) else None
 
 
 def most_in_flight(table: Table, stage: int) -> int:

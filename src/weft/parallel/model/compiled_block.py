@@ -14,10 +14,10 @@ from weft.layout.compilation import KEY, NOT_COMPILED, OFF, Compile
 from weft.models.common import attention, experts
 from weft.models.common.batch import Batch
 from weft.models.common.buffer_updates import updates_buffers
+from weft.models.common.compiler import compile_function
+from weft.models.common.head_output import is_watched
 
 Forward = Callable[[Any, Batch], Any]
-MOST_KINDS = 64
-"""Graphs that the blocks of one class may have: one for each kind of layer and shape of batch."""
 
 
 def compiled_block(
@@ -62,7 +62,8 @@ class CompiledBlock(nn.Module):
             return self._compiled(x, batch)
         first = next(self.block.parameters())
         attention.fix_for_compiler(self.block, first)
-        compiled = _compile(_call_of(self.block), first.device)
+        _leave_out()
+        compiled = compile_function(_call_of(self.block), first.device)
         out = self._named_errors(compiled, x, batch)
         self._compiled = compiled
         return out
@@ -83,10 +84,7 @@ def _has_values(block: nn.Module) -> bool:
     mode that looks at its operations.
     """
     first = next(block.parameters(), None)
-    if first is None or first.is_meta:
-        return False
-    is_watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return not is_watched
+    return first is not None and not is_watched(first)
 
 
 def _call_of(block: nn.Module) -> Forward:
@@ -108,15 +106,3 @@ def _leave_out() -> None:
     attention._in_parts = torch.compiler.disable(attention._in_parts)
     dispatch: Any = experts.Dispatch
     dispatch.forward = torch.compiler.disable(dispatch.forward)
-
-
-def _compile(forward: Forward, device: torch.device) -> Forward:
-    from torch._dynamo import config as dynamo  # late: 800 modules
-    from torch._inductor import config as inductor
-
-    _leave_out()
-    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
-    if device.type == "cpu":
-        inductor.compile_threads = 1  # else in processes that it starts
-    compiled: Forward = torch.compile(forward, dynamic=False)
-    return compiled

@@ -1,0 +1,23 @@
+"""torch.compile with weft's settings; the compiler is imported at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MOST_KINDS = 64
+"""Graphs that one function may have: one for each kind of layer and shape of batch."""
+
+
+def compile_function(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function compiled for the shapes that it is called with."""
+    from torch._dynamo import config as dynamo  # late: 800 modules
+    from torch._inductor import config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
+    if device.type == "cpu":
+        inductor.compile_threads = 1  # else in processes that it starts
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
