@@ -15,13 +15,20 @@ from tests.commands.test_runs import write_run
 from tests.tiny_run import SEQUENCES, write_text
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
+from weft.comm.comm import Comm
+from weft.comm.threads import ThreadWorld
+from weft.config.load import load
 from weft.core.axes import Box
 from weft.errors import EXIT_OK
+from weft.models import FAMILIES
+from weft.models.common.batch import token_batch
 from weft.report.charts import charts
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import RunHistory
 from weft.track.series import numbers_of
+from weft.train.block_stats import BlockStats
+from weft.train.build_training import build_step
 from weft.train.event_lines import to_line
 
 Event = dict[str, Any]
@@ -89,7 +96,30 @@ def test_the_numbers_are_those_of_the_tensors_before_and_after_a_step_of_plain_s
             assert event["grad_norm"][block] == pytest.approx(norm, rel=1e-9)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_outputs_are_those_that_blocks_hand_on(recompute: str) -> None:
+    model = ("--model.ffn", "32", "--parallel.recompute", recompute)
+    run = load([*TINY, *model, *FLOAT64], FAMILIES)
+    step = build_step(run, Comm(run.device_mesh, 0, ThreadWorld(1).transport(0)))
+    stats = BlockStats(step, 1)
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for name, block in step.model.blocks.items():
+        block.register_forward_hook(
+            lambda _, args, out, name=name: outputs.setdefault(name, []).append(out.detach())
+        )
+    tokens = torch.arange(4 * 9).view(4, 9)
+    batches = [token_batch(row[:, :-1], row[:, 1:]) for row in tokens.split(1)]
+    with stats.watch():
+        step(batches, lr=0.0, on_gradients=stats.measure)
+    (event,) = stats.take_event(1)
+    assert list(event["output_rms"]) == ["embed", "layer0", "layer1"]
+    for name, found in event["output_rms"].items():
+        rms = torch.cat(outputs[name]).square().mean().sqrt().item()
+        assert found == pytest.approx(rms, rel=1e-12)
+
+
 LAYOUTS = {
+    "recomputed": ("--parallel.recompute", "full"),
     "dp2": ("--mesh", "dp2"),
     "tp2": ("--mesh", "tp2"),
     "pp2": ("--mesh", "pp2"),
@@ -123,7 +153,7 @@ def assert_close(events: list[Event], expected: list[Event]) -> None:
     assert len(actual_blocks) == len(blocks) == 4
     for actual, one in zip(actual_blocks, blocks, strict=True):
         assert actual["step"] == one["step"]
-        for field in ("grad_norm", "param_rms"):
+        for field in ("grad_norm", "param_rms", "output_rms"):
             assert list(actual[field]) == list(one[field])
             assert actual[field] == pytest.approx(one[field], rel=1e-10)
         assert actual.get("expert_load") == one.get("expert_load")  # of whole numbers of tokens
@@ -187,7 +217,11 @@ def test_training_is_the_same_with_and_without_and_off_it_records_nothing(tmp_pa
 def test_the_page_has_a_curve_for_each_block_and_trackers_get_the_numbers(tmp_path: Path) -> None:
     events = trained(tmp_path / "run", "--log.blocks", "2", "--track", "csv")
     page = report_page([RunRecord.read(tmp_path / "run")])
-    for title in ("Gradient norm of a block", "RMS of the parameters of a block"):
+    for title in (
+        "Gradient norm of a block",
+        "RMS of the parameters of a block",
+        "RMS of the outputs of a block",
+    ):
         assert title in page
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     (chart,) = [chart for chart in data["charts"] if chart["key"] == "block_grad_norm"]
@@ -199,7 +233,8 @@ def test_the_page_has_a_curve_for_each_block_and_trackers_get_the_numbers(tmp_pa
     numbers = numbers_of(first)
     assert numbers["blocks/grad_norm/layer0"] == first["grad_norm"]["layer0"]
     assert numbers["blocks/param_rms/head"] == first["param_rms"]["head"]
-    assert len(numbers) == 8
+    assert numbers["blocks/output_rms/layer1"] == first["output_rms"]["layer1"]
+    assert len(numbers) == 4 + 4 + 3
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
     assert all(any(value for key, value in row.items() if key != "step") for row in rows)

@@ -92,6 +92,7 @@ MEASURES = (
 BLOCK_MEASURES = {
     "grad_norm": "Gradient norm of a block",
     "param_rms": "RMS of the parameters of a block",
+    "output_rms": "RMS of the outputs of a block",
 }
 """Field of a `blocks` event -> the title of its chart."""
 

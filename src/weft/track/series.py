@@ -26,7 +26,9 @@ SERIES: Mapping[str, Mapping[str, str]] = {
 """Kind of event -> its field -> the series. Units are those of the fields."""
 
 STAGE_MEMORY = "memory/stage{stage}_bytes"
-BLOCK_SERIES = {"grad_norm": "blocks/grad_norm/{block}", "param_rms": "blocks/param_rms/{block}"}
+BLOCK_SERIES = {
+    name: f"blocks/{name}/{{block}}" for name in ("grad_norm", "param_rms", "output_rms")
+}
 """Field of a `blocks` event -> the series of each block."""
 TEXTS = ("guard", "restart", "proof", "save_failed", "sample", "note")
 """Kinds of events that are texts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -137,14 +138,16 @@ class StepLoop:
         """Train on a step, wait for its numbers, and check it before its update and measure its
         blocks where that is due.
         """
-        measure = None
-        if self.blocks is not None and self.blocks.is_due(number):
-            measure = self.blocks.measure
-        if self.check is None or not self.check.is_due(number):
-            return self._run(number, batches, lr, on_gradients=measure)
-        batch_number = self.guard.batch_of(number - 1)
-        with self.check.watch(number, batch_number, batches) as check:
-            on_gradients = check if measure is None else partial(_call_both, check, measure)
+        with ExitStack() as stack:
+            on_gradients = None
+            if self.blocks is not None and self.blocks.is_due(number):
+                stack.enter_context(self.blocks.watch())
+                on_gradients = self.blocks.measure
+            if self.check is not None and self.check.is_due(number):
+                batch_number = self.guard.batch_of(number - 1)
+                check = stack.enter_context(self.check.watch(number, batch_number, batches))
+                both = partial(_call_both, check, on_gradients) if on_gradients else check
+                return self._run(number, batches, lr, on_gradients=both)
             return self._run(number, batches, lr, on_gradients=on_gradients)
 
     def _run(
