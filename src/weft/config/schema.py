@@ -173,7 +173,7 @@ class LogConfig(ConfigSection):
         0,
         ge=0,
         le=MAX_COUNT,
-        description="steps between two measurements of each block: gradient norm, RMS of its parameters; 0: none",
+        description="steps between two measurements of each block: gradient norm, RMS of parameters and outputs; 0: none",
     )
 
 
