@@ -196,13 +196,13 @@ class _Enumeration:
             yield chosen
 
     def _may_have_copies(self, degrees: Mapping[str, int]) -> bool:
-        """Whether states are sharded over all data ranks, or over those of one node, with copies on
-        other nodes: elsewhere the ranks that share states are no nearer than all are.
+        """Whether states are sharded over all data ranks, or over those of whole nodes, with copies on
+        other nodes: inside of a node the ranks that share states are no nearer than all are.
         """
         if degrees[FSDP] == 1:
             return True
         inside = math.prod(degrees[axis] for axis in (FSDP, EP, CP, TP))
-        return degrees[DP] > 1 and inside == self.space.node
+        return degrees[DP] > 1 and inside % self.space.node == 0
 
     def _rejects(self, faults: Collection[Fault]) -> bool:
         """Count the reason of the first fault; whether there is one."""
