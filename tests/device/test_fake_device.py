@@ -30,6 +30,7 @@ CASES = [
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
     pytest.mark.timeout(PATIENCE_S),
 ]
 
