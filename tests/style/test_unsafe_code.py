@@ -13,6 +13,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 UNPICKLING = {
     "weft/parallel/model/fingerprint.py",
     "weft/start/run_process.py",
+    "weft/models/common/backward_apart.py",
     "weft/run/fork_server.py",
     "weft/run/run_ranks.py",
 }

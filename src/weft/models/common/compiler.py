@@ -1,4 +1,4 @@
-"""torch.compile with weft's settings; the compiler is imported at the first call."""
+"""Functions compiled by torch.compile with weft's settings; the compiler is imported at the first call."""
 
 from __future__ import annotations
 
