@@ -245,7 +245,7 @@ def test_context_parallelism_counts_the_blocks_that_work_on_whole_sequences() ->
     words = ["--model.name", "hf:mamba2", "--mesh", "cp2"]
     _, notes = prepared(load(words, FAMILIES))
     (note,) = notes
-    assert "context parallelism: 2 of 5 blocks (layer0, ...) on whole sequences" in note
+    assert "context parallelism: layer.mixer in 2 of 5 blocks (layer0, ...) on whole seq" in note
 
 
 def test_blocks_gather_no_sequence_of_which_tp_ranks_hold_parts() -> None:

@@ -144,6 +144,33 @@ def test_a_block_that_is_too_large_to_be_computed_gathers_as_the_others_of_its_k
     assert list(check_blocks(blocks, hidden_shape=(DIM,))) == list(blocks)
 
 
+class MixesInAPart(nn.Module):
+    """A convolution between layers that treat every token by itself."""
+
+    may_gather_sequence = True
+    gatherable_parts = ("before", "mixer", "behind")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixer, self.behind = GatedMLP(), Convolution(), GatedMLP()
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.behind(x + self.mixer(self.before(x, batch), batch), batch)
+
+
+class MixesInTwoParts(MixesInAPart):
+    """The same behind a mean: no part alone is enough."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().forward(x + x.mean(1, keepdim=True), batch)
+
+
+@pytest.mark.parametrize(("block", "part"), [(MixesInAPart, "mixer"), (MixesInTwoParts, "")])
+def test_the_part_of_a_block_that_mixes_is_found(block: type[nn.Module], part: str) -> None:
+    (found,) = check_blocks({"layer0": block()}, hidden_shape=(DIM,)).values()
+    assert found.part == part
+
+
 def test_three_ranks_share_a_sequence() -> None:
     """Documents were checked on 8 columns, which 3 ranks do not divide."""
     check_blocks({"layer0": SeamAttention()}, hidden_shape=(DIM,), length=36, degree=3)

@@ -103,11 +103,13 @@ def _on_whole_sequences_under_cp(run: Run) -> Iterator[str]:
         found = gathered_blocks(blocks, plan_of(run))
     except PlanError:
         return  # the checks of the layout say why
-    of_reason: dict[str, list[str]] = {}
-    for name, reason in found.items():
-        of_reason.setdefault(reason.partition(":")[0], []).append(name)
-    for reason, names in of_reason.items():
+    by_part: dict[tuple[str, str], list[str]] = {}
+    for name, how in found.items():
+        by_part.setdefault((how.reason.partition(":")[0], how.part), []).append(name)
+    for (reason, part), names in by_part.items():
         where = f"{len(names)} of {len(blocks)} blocks ({names[0]}{', ...' * (len(names) > 1)})"
+        if part:
+            where = f"{part} in {where}"
         yield (
             f"context parallelism: {where} on whole sequences, in memory and time of a mesh "
             f"without cp: {reason}"

@@ -29,10 +29,10 @@ from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
-from weft.parallel.context.whole_sequences import WholeSequences, work_on_whole_sequences
+from weft.parallel.context.whole_sequences import WholeUse, WholeSequences, work_on_whole_sequences
 from weft.parallel.cp import AXIS
 from weft.parallel.model.chain import ChainSnapshot
-from weft.parallel.model.dropout_blocks import DropoutShards
+from weft.parallel.model.dropout_blocks import DropoutShards, drops_out
 
 
 class BlockwiseAttention:
@@ -120,8 +120,10 @@ def transform(
     replace_position_sums(blocks, comm, AXIS)
     gathered = _gathered_blocks(blocks, plan, here=comm.index(pipeline_axis()))
     sequences = WholeSequences(comm, AXIS)
-    for block in dict.fromkeys(blocks[name] for name in gathered):  # one may be used twice
-        work_on_whole_sequences(block, sequences)
+    for block, how in {blocks[name]: how for name, how in gathered.items()}.items():
+        # counters of dropout know no parts of a block
+        part = "" if drops_out([block]) else how.part
+        work_on_whole_sequences(block, sequences, part=part)
     if chain is not None:
         plain = chain.chain()
         shards = column_shards(plain.blocks, plain.batch)
@@ -131,23 +133,25 @@ def transform(
     return ()
 
 
-def gathered_blocks(blocks: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
+def gathered_blocks(blocks: Mapping[str, nn.Module], plan: Plan) -> dict[str, WholeUse]:
     """Blocks of a whole model that work on whole sequences under the plan's cp, and why.
 
     Raises:
         PlanError: as `transform`.
     """
-    found: dict[str, str] = {}
+    found: dict[str, WholeUse] = {}
     for rank in range(plan.mesh.degree(pipeline_axis())):
         found |= _gathered_blocks(blocks, plan, here=rank)
     return found
 
 
-def _gathered_blocks(blocks: Mapping[str, nn.Module], plan: Plan, *, here: int) -> dict[str, str]:
+def _gathered_blocks(
+    blocks: Mapping[str, nn.Module], plan: Plan, *, here: int
+) -> dict[str, WholeUse]:
     """Those on a pipeline rank; the others mix tokens by `Attend` alone."""
     vocab = _vocab(plan)
     *_, head, _loss = ("", *(name for stage in plan.stages for name in stage.blocks))
-    gathered: dict[str, str] = {}
+    gathered: dict[str, WholeUse] = {}
     for number, stage in enumerate(plan.stages):
         if plan.table.stage_to_rank[number] != here:
             continue
@@ -164,8 +168,8 @@ def _gathered_blocks(blocks: Mapping[str, nn.Module], plan: Plan, *, here: int) 
             head=head,
         )
     if gathered and plan.sequence_parallel:
-        name, mixes = next(iter(gathered.items()))
-        what = f"{name} {mixes}; and it gathers no sequence of which tp ranks hold parts"
+        name, how = next(iter(gathered.items()))
+        what = f"{name} {how.reason}; and it gathers no sequence of which tp ranks hold parts"
         fix = "--parallel.sequence False, or a mesh without cp"
         raise PlanError(Fault("parallel.sequence", what, got="True", need="False", fix=fix))
     return gathered

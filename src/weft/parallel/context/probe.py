@@ -40,6 +40,8 @@ from weft.parallel.context.probe_columns import (
     columns_of,
     compare_columns,
 )
+from weft.parallel.context.probe_parts import part_that_mixes
+from weft.parallel.context.whole_sequences import WholeUse
 from weft.parallel.model.block_values import MOST_TABLE_ENTRIES, kind_of, num_computed_entries
 from weft.parallel.model.chain import MAY_GATHER
 from weft.parallel.model.executed_code import ExecutedCode, packages_of
@@ -83,9 +85,9 @@ def check_blocks(
     degree: int = RANKS,
     vocab: int | None = None,
     head: str = "",
-) -> dict[str, str]:
-    """Reject blocks that mix tokens in another way than by `Attend`; names of those that may work on
-    whole sequences, with what they do. See Note [Whole sequences under cp].
+) -> dict[str, WholeUse]:
+    """Reject blocks that mix tokens in another way than by `Attend`, but for those that may work on
+    whole sequences, which are returned. See Note [Whole sequences under cp].
 
     Args:
         blocks: consecutive ones of a model, in order.
@@ -99,7 +101,7 @@ def check_blocks(
     Raises:
         PlanError: the first block that does, or that cannot be run on the batch; it names it.
     """
-    gathered: dict[str, str] = {}
+    gathered: dict[str, WholeUse] = {}
     if all(map(_consists_of_tested, blocks.values())):
         return gathered
     untested = {name: block for name, block in blocks.items() if not _consists_of_tested(block)}
@@ -109,7 +111,7 @@ def check_blocks(
     sizes = _sizes(all_entries, run_length=length, degree=degree, vocab=num_ids)
     shapes = None if hidden_shape is None else _Shapes((hidden_shape,), is_tuple=False)
     executed = ExecutedCode(packages_of(blocks.values()))
-    mixes_of_kind: dict[object, str] = {}
+    of_kind: dict[object, WholeUse | None] = {}
     for name, block in blocks.items():
         if isinstance(block, Loss) and name not in untested:
             break  # one of preference pairs cannot be run on tokens alone
@@ -127,19 +129,20 @@ def check_blocks(
             break  # the loss
         shapes = answer.shapes
         kind = kind_of(block)
+        found = answer.gathering
         if name in computed:
-            mixes_of_kind[kind] = answer.mixes or mixes_of_kind.get(kind, "")
+            of_kind[kind] = found or of_kind.get(kind)
         elif may_gather:
-            answer = replace(answer, mixes=mixes_of_kind.get(kind, _mixes_by_structure(block)))
-        if answer.mixes:
-            gathered[name] = answer.mixes
+            found = of_kind[kind] if kind in of_kind else _by_structure(block)
+        if found is not None:
+            gathered[name] = found
     return gathered
 
 
-def _mixes_by_structure(block: nn.Module) -> str:
-    """Why a block that is too large to be computed works on whole sequences."""
+def _by_structure(block: nn.Module) -> WholeUse | None:
+    """How a block that is too large to be computed works on whole sequences."""
     reads_others: bool = getattr(block, "needs_whole_texts", False)
-    return MIXES if reads_others else ""
+    return WholeUse(MIXES) if reads_others else None
 
 
 def _computed(blocks: Mapping[str, nn.Module]) -> frozenset[str]:
@@ -216,13 +219,12 @@ class _ColumnAnswer:
     Attributes:
         shapes: that it hands on; None of a loss.
         executed: the instructions that it executed with values.
-        mixes: what it does that is not accepted on the columns of a rank, where it may work on whole
-            sequences.
+        gathering: how it works on whole sequences, where it is not accepted on the columns of a rank.
     """
 
     shapes: _Shapes | None
     executed: ExecutedCode | None = None
-    mixes: str = ""
+    gathering: WholeUse | None = None
 
 
 def _check_block(
@@ -253,7 +255,7 @@ def _check_block(
             answer = _answer(question)
             if answer.executed is not None:
                 executed.add(answer.executed)
-            may_differ = needs_branches and not answer.mixes
+            may_differ = needs_branches and answer.gathering is None
             if may_differ and (not sizes.is_computed or sizes.length < sizes.run_length):
                 _check_branches(question, executed)
         except MixesTokensError as error:
@@ -312,7 +314,8 @@ def _answer(question: _Question) -> _ColumnAnswer:
     except MixesTokensError as error:
         if not question.may_gather:
             raise
-        return _ColumnAnswer(shapes, executed, mixes=error.what)
+        part = part_that_mixes(probe, *_inputs(question, sizes, ids.found), sizes)
+        return _ColumnAnswer(shapes, executed, WholeUse(error.what, part))
     return _ColumnAnswer(shapes, executed)
 
 

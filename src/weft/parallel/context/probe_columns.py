@@ -83,15 +83,29 @@ def compare_columns(probe: ProbeBlock, x: Activation, batch: Batch, sizes: Probe
     """
     wholes = list(tensors_in(probe.run(x, batch)))
     of_whole = list(probe.attended)
-    tolerance = TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+    tolerance = tolerance_of(probe)
     for index in range(sizes.degree):
         own_x, own_batch = columns_of(x, batch, index, sizes.degree)
         own = probe.run(own_x, own_batch)
         columns = own_batch.positions[0]
         _check_documents(of_whole, probe.attended, columns)
         for tensor, own_tensor in zip(wholes, tensors_in(own), strict=True):
-            if _difference(own_tensor, tensor[:, columns], tensor) > tolerance:
-                raise MixesTokensError(MIXES, need=NEED)
+            check_close(own_tensor, tensor[:, columns], whole=tensor, tolerance=tolerance)
+
+
+def tolerance_of(probe: ProbeBlock) -> float:
+    """The largest difference of a block's output, for the type of its parameters."""
+    return TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+
+
+def check_close(own: Tensor, expected: Tensor, *, whole: Tensor, tolerance: float) -> None:
+    """A rank's columns are those of the whole output.
+
+    Raises:
+        MixesTokensError: they differ.
+    """
+    if own.shape != expected.shape or _difference(own, expected, whole) > tolerance:
+        raise MixesTokensError(MIXES, need=NEED)
 
 
 def _difference(own: Tensor, expected: Tensor, whole: Tensor) -> float:

@@ -198,12 +198,7 @@ class WatchedFunctions:
         def declare(out: Tensor) -> None:
             self.mode.set(out, given)
 
-        return declared(
-            original(x, comm, axis),
-            self.mode,
-            declare,
-            declare_gradient,
-        )
+        return declared(original(x, comm, axis), self.mode, declare, declare_gradient)
 
     def _dequantize_into(self, original: Callable[..., None], *args: Any) -> None:
         """Frozen matrices are dequantized: they have the types of their parameters."""
