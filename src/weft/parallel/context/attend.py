@@ -29,7 +29,7 @@ from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
-from weft.parallel.context.whole_sequences import WholeUse, WholeSequences, work_on_whole_sequences
+from weft.parallel.context.whole_sequences import WholeSequences, WholeUse, work_on_whole_sequences
 from weft.parallel.cp import AXIS
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.dropout_blocks import DropoutShards, drops_out
