@@ -24,7 +24,8 @@ rejected in one line, {wrong} are wrong, {failed} end in another way.
 The first column is the largest difference of the loss and of all gradients to transformers' own class on one device, in
 float64 and at tiny sizes; the others are the largest relative difference of all tensors of a step (batches,
 activations, gradients, moments, parameters) to one device. `-`: the model has no experts. pp2 is with tied embeddings
-where a config can tie them. Rejected under cp are decoders that mix tokens, or count positions, by code of their own.
+where a config can tie them. Under cp, what mixes tokens, or counts positions, by code of its own works on whole
+sequences.
 """
 OUTCOMES = ("equal", "rejected", "none", "wrong", "failed")
 

@@ -189,9 +189,14 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "phi3-keys11",
         "axk2-keys12",
         "codegen-keys13",
+        "mamba2-keys19",
+        "lfm2_moe-keys21",
+        "camembert-keys22",
+        "mpt-keys24",
     ),
     "models/test_transformers.py::test_the_types_of_a_step_are_known": (
-        "tp2 --parallel.sequence True",
+        "qwen3_next-cp2",
+        "mixtral-tp2 --parallel.sequence True",
     ),
     "oracle/test_finetuning.py::test_conversations_are_trained_on_as_transformers_with_trl_masks": (
         '--mesh "dp2 tp2"',

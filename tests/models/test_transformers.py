@@ -85,6 +85,14 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         ("gpt_neo", {"mesh": "dp2", "parallel.zero": 3}),
         ("qwen2_moe", {"mesh": "cp2"}),
         ("camembert", {"mesh": "tp2"}),
+        # These were rejected under cp: recurrences, short convolutions, ALiBi, positions of their own.
+        ("mamba2", {"mesh": "cp2 tp2"}),
+        ("bloom", {"mesh": "pp2 cp2", "pipeline.schedule": "zbv"}),
+        ("lfm2_moe", {"mesh": "ep2 cp2", "parallel.recompute": "full"}),
+        ("camembert", {"mesh": "cp3", "data.seq_len": 36}),
+        ("bart", {"mesh": "cp2", "model.settings": '{"dropout": 0.1, "attention_dropout": 0.2}'}),
+        ("mpt", {"mesh": "dp2 cp2", "parallel.zero": 3, "parallel.context": "ulysses"}),
+        ("mixtral", {"mesh": "ep2 cp2"}),  # its check failed: it ran the dispatch of all ranks
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
@@ -92,9 +100,16 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
     assert outcome.word == "equal", outcome.text
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "tp2 --parallel.sequence True"])
-def test_the_types_of_a_step_are_known(mesh: str) -> None:
-    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", *mesh.split(" ")))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *(("mixtral", mesh) for mesh in ("tp2", "ep2", "cp2", "tp2 --parallel.sequence True")),
+        ("falcon_h1", "cp2"),
+        ("qwen3_next", "cp2"),
+    ],
+)
+def test_the_types_of_a_step_are_known(name: str, mesh: str) -> None:
+    run = load_checked_run(("--model.name", f"hf:{name}", "--mesh", *mesh.split(" ")))
     certificate = certify(MeasuredRun.of(run))
     assert [finding.text for finding in certificate.findings] == []
     assert certificate.verdict == "agrees"
@@ -226,10 +241,27 @@ def test_sequence_parallelism_names_the_blocks_that_work_on_whole_sequences() ->
     assert "sequence parallelism: layer* works on whole sequences: layer0.layer.mlp.gate" in note
 
 
+def test_context_parallelism_counts_the_blocks_that_work_on_whole_sequences() -> None:
+    words = ["--model.name", "hf:mamba2", "--mesh", "cp2"]
+    _, notes = prepared(load(words, FAMILIES))
+    (note,) = notes
+    assert "context parallelism: layer.mixer in 2 of 5 blocks (layer0, ...) on whole seq" in note
+
+
+def test_blocks_gather_no_sequence_of_which_tp_ranks_hold_parts() -> None:
+    words = ("--model.name", "hf:bart", "--mesh", "cp2 tp2", "--parallel.sequence", "True")
+    with pytest.raises(
+        PlanError, match=r"parallel.sequence: embed mixes tokens.*Fix: --parallel.s"
+    ):
+        load_checked_run(words)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bart", "diffllama"])
-def test_text_is_generated_as_from_whole_forwards(name: str) -> None:
-    outcome = proven(name, {"mesh": "dp2"}, what=("generate",))
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("bart", "dp2"), ("diffllama", "dp2"), ("mamba2", "cp2")]
+)
+def test_text_is_generated_as_from_whole_forwards(name: str, mesh: str) -> None:
+    outcome = proven(name, {"mesh": mesh}, what=("generate",))
     assert outcome.word == "equal", outcome.text
 
 

@@ -124,6 +124,58 @@ def test_positions_that_a_block_counts_itself_are_rejected(device: str) -> None:
         check_blocks({"embed": CountsItself().to(device)}, hidden_shape=None)
 
 
+def test_blocks_that_may_gather_are_named() -> None:
+    class Gathering(Convolution):
+        may_gather_sequence = True
+
+    blocks = {"layer0": GatedMLP(), "layer1": Gathering(), "layer2": GatedMLP()}
+    (name,) = check_blocks(blocks, hidden_shape=(DIM,))
+    assert name == "layer1"
+
+
+def test_a_block_that_is_too_large_to_be_computed_gathers_as_the_others_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gathering(Convolution):
+        may_gather_sequence = True
+
+    monkeypatch.setattr(probe, "MOST_ALL", 1)
+    blocks = {f"layer{index}": Gathering() for index in range(3)}
+    assert list(check_blocks(blocks, hidden_shape=(DIM,))) == list(blocks)
+
+
+class MixesInAPart(nn.Module):
+    """A convolution between layers that treat every token by itself."""
+
+    may_gather_sequence = True
+    gatherable_parts = ("before", "mixer", "behind")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixer, self.behind = GatedMLP(), Convolution(), GatedMLP()
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.behind(x + self.mixer(self.before(x, batch), batch), batch)
+
+
+class MixesInTwoParts(MixesInAPart):
+    """The same behind a mean: no part alone is enough."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().forward(x + x.mean(1, keepdim=True), batch)
+
+
+@pytest.mark.parametrize(("block", "part"), [(MixesInAPart, "mixer"), (MixesInTwoParts, "")])
+def test_the_part_of_a_block_that_mixes_is_found(block: type[nn.Module], part: str) -> None:
+    (found,) = check_blocks({"layer0": block()}, hidden_shape=(DIM,)).values()
+    assert found.part == part
+
+
+def test_three_ranks_share_a_sequence() -> None:
+    """Documents were checked on 8 columns, which 3 ranks do not divide."""
+    check_blocks({"layer0": SeamAttention()}, hidden_shape=(DIM,), length=36, degree=3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_blocks_that_mix_through_attend_pass_unchanged(dtype: torch.dtype) -> None:
     blocks = {"layer0": SeamAttention().to(dtype), "layer1": GatedMLP().to(dtype)}

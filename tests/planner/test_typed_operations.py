@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.parallel.tensor.dims import DimFactor, whole_dims, with_dim
-from weft.planner.certificate.axis_types import of_dims
+from weft.planner.certificate.axis_types import PARTIAL, of_dims, replicated
 from weft.planner.certificate.type_mode import TypeMode
 
 F = torch.nn.functional
@@ -248,3 +248,35 @@ def test_an_operation_on_sharded_sequences_is_typed(name: str) -> None:
     for param in params:
         assert param.grad is not None
         assert mode.type_of(param.grad, "dp").text == "partial"
+
+
+def written_twice(x: Tensor) -> Tensor:
+    """Writes into parts of a tensor, as recurrences over chunks do."""
+    out = torch.zeros_like(x)
+    out[:, :3] = x[:, :3]
+    out[:, 3:] = x[:, 3:] * 2
+    return out
+
+
+LINEAR_BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "writes into parts": written_twice,
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "a number's place": lambda x: x.masked_fill(x > 0, 0.0),
+    "topk": lambda x: x.topk(2, -1).values,
+    "triangular": lambda x: torch.linalg.solve_triangular(
+        torch.eye(S, device="meta").expand(B, S, S), x, upper=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_BACKWARDS)
+def test_a_gradient_that_ranks_share_stays_partial(name: str) -> None:
+    """Under cp, what works on whole sequences has a share of the gradient on each rank."""
+    mode = TypeMode(("cp",))
+    x = mode.set(torch.empty((B, S, D), device="meta"), (replicated((B, S, D)),)).requires_grad_()
+    with mode:
+        out = LINEAR_BACKWARDS[name](x)
+        out.backward(mode.set(torch.empty_like(out), (PARTIAL,)))
+    assert [finding.text for finding in mode.findings.values()] == []
+    assert x.grad is not None
+    assert mode.type_of(x.grad, "cp").text == "partial"

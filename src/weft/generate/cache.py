@@ -48,6 +48,8 @@ class DecodeBatch(Batch):
         first_positions: position of each row's first new token.
     """
 
+    is_never_sharded = True
+
     cells: Tensor | None = None
     first_positions: tuple[int, ...] = ()
 
@@ -280,6 +282,14 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
                 for implementation in set_implementations(inner, CachedAttention, name=name)
             )
     return tuple(caches)
+
+
+def attend_without_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]:
+    """Let every `Attend` of these stages compute on whole sequences of this rank; no caches."""
+    for stage in stages.values():
+        for name, block in stage.items():
+            set_implementations(without_dropout(block), FusedAttention, name=name)
+    return ()
 
 
 @contextmanager

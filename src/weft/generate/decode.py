@@ -14,7 +14,13 @@ from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.model_config import ModelConfig
-from weft.generate.cache import DecodeBatch, compute_logits, decode_batch, install_kv_cache
+from weft.generate.cache import (
+    DecodeBatch,
+    attend_without_cache,
+    compute_logits,
+    decode_batch,
+    install_kv_cache,
+)
 from weft.generate.sample import TokenPosition
 from weft.layout.plan import Plan
 from weft.models import Family
@@ -76,11 +82,9 @@ class Decoder:
         self.model = model
         self.vocab = vocab
         self.max_positions = max_positions
-        self.caches = (
-            []
-            if self._any_rank(needs_whole_texts(model.stages.values()))
-            else install_kv_cache(model.stages)
-        )
+        reads_anew = self._any_rank(needs_whole_texts(model.stages.values()))
+        install = attend_without_cache if reads_anew else install_kv_cache
+        self.caches = install(model.stages)
         compute_logits(model.stages)
         self.lengths: list[int] = []
         self.has_caches = self._any_rank(bool(self.caches))

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.config.hf.architectures import is_architecture_name, model_type_of
 from weft.config.run import Run, plan_of
-from weft.core.dimension import activation_axes
+from weft.core.dimension import activation_axes, position_axes
 from weft.core.model_config import ModelConfig
 from weft.errors import PlanError, counted
 from weft.models import FAMILIES
@@ -42,6 +42,8 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
         notes += whole
     if plan_of(run).sequence_parallel:
         notes += _on_whole_sequences(run)
+    if plan_of(run).mesh.degree(position_axes()) > 1:
+        notes += _on_whole_sequences_under_cp(run)
     return run, tuple(f"{run.model.name}: {note}" for note in notes)
 
 
@@ -87,6 +89,31 @@ def _on_whole_sequences(run: Run) -> Iterator[str]:
     for kind, reason in reasons.items():
         name = f"{kind}*" if kind == "layer" else kind
         yield f"sequence parallelism: {name} works on whole sequences: {reason}"
+
+
+def _on_whole_sequences_under_cp(run: Run) -> Iterator[str]:
+    """The blocks that context parallelism leaves as they are, and why."""
+    from weft.models.user_family import UserFamily, meta_blocks  # they import torch
+    from weft.parallel.context.attend import gathered_blocks
+
+    family = FAMILIES[run.model.name]
+    assert isinstance(family, UserFamily), "made by weft.models.transformers"
+    blocks = meta_blocks(family, run.model)
+    try:
+        found = gathered_blocks(blocks, plan_of(run))
+    except PlanError:
+        return  # the checks of the layout say why
+    by_part: dict[tuple[str, str], list[str]] = {}
+    for name, how in found.items():
+        by_part.setdefault((how.reason.partition(":")[0], how.part), []).append(name)
+    for (reason, part), names in by_part.items():
+        where = f"{len(names)} of {len(blocks)} blocks ({names[0]}{', ...' * (len(names) > 1)})"
+        if part:
+            where = f"{part} in {where}"
+        yield (
+            f"context parallelism: {where} on whole sequences, in memory and time of a mesh "
+            f"without cp: {reason}"
+        )
 
 
 def _with_axes(run: Run) -> tuple[Run, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,10 @@ class Batch:
             or images. `inputs` is its first array, `targets` the one of this name, else zeros_B.
         draw_keys: keys_B int64, a hash of seed, step and sequence, of which dropout is a function;
             None: nothing is dropped (evaluation, generation).
+        is_never_sharded: whether each rank has all columns of its sequences, under cp too.
     """
+
+    is_never_sharded: ClassVar[bool] = False
 
     inputs: Tensor
     targets: Tensor

@@ -135,6 +135,7 @@ class WholeBlock(nn.Module):
         self.width = captured.width
         self.drops_out = drops_out(lm)
         self.needs_whole_texts = POSITIONS not in captured.takes
+        self.whole_trunk = False
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self.lm, x, batch, self)
@@ -181,9 +182,12 @@ class LayerBlock(nn.Module):
             not fit its code.
         needs_whole_texts: whether it reads other tokens by code of its own (short convolutions,
             recurrent states), or counts positions by itself.
+        whole_trunk: whether what the trunk hands the layer is that of the batch, not of the input:
+            under cp, where a part of the layer alone works on whole sequences.
     """
 
     may_gather_sequence = True
+    whole_trunk = False
 
     def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
@@ -198,6 +202,12 @@ class LayerBlock(nn.Module):
         mixes = Attend not in kinds or nn.Conv1d in kinds
         self.needs_whole_texts = mixes or POSITIONS not in captured.takes
 
+    @property
+    def gatherable_parts(self) -> tuple[str, ...]:
+        """Modules of the layer, one of which may be all that mixes tokens."""
+        children = self.layer.named_children()
+        return tuple(f"layer.{name}" for name, child in children if _has_parameters(child))
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
 
@@ -210,9 +220,10 @@ def drops_out(lm: nn.Module) -> bool:
 
 def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:
     """The part of a model's forward that belongs to a block."""
-    options = forward_options(x, batch, block.takes, has_mask=block.has_mask)
+    tokens = batch.inputs if block.whole_trunk else x
+    options = forward_options(tokens, batch, block.takes, has_mask=block.has_mask)
     # zeros, not x: some trunks scale their embeddings in place, or make several streams of them
-    embeds = torch.zeros((*x.shape[:2], block.width), dtype=_dtype(x), device=x.device)
+    embeds = torch.zeros((*tokens.shape[:2], block.width), dtype=_dtype(x), device=x.device)
     if x.is_floating_point():
         options["inputs_embeds"] = embeds
     else:

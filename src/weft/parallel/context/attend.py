@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES, AttentionMask
 from weft.core.dimension import pipeline_axis
+from weft.core.entry_places import WHOLE
 from weft.core.sequence import Context, SequenceBlocks
+from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.attention import (
@@ -27,9 +29,10 @@ from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
+from weft.parallel.context.whole_sequences import WholeSequences, WholeUse, work_on_whole_sequences
 from weft.parallel.cp import AXIS
 from weft.parallel.model.chain import ChainSnapshot
-from weft.parallel.model.dropout_blocks import DropoutShards
+from weft.parallel.model.dropout_blocks import DropoutShards, drops_out
 
 
 class BlockwiseAttention:
@@ -115,17 +118,40 @@ def transform(
         return ()
     apply(blocks, comm=comm, variant=plan.context)
     replace_position_sums(blocks, comm, AXIS)
-    _check_stages(blocks, plan, comm)
+    gathered = _gathered_blocks(blocks, plan, here=comm.index(pipeline_axis()))
+    sequences = WholeSequences(comm, AXIS)
+    for block, how in {blocks[name]: how for name, how in gathered.items()}.items():
+        # counters of dropout know no parts of a block
+        part = "" if drops_out([block]) else how.part
+        work_on_whole_sequences(block, sequences, part=part)
     if chain is not None:
         plain = chain.chain()
-        dropout.add(column_shards(plain.blocks, plain.batch))
+        shards = column_shards(plain.blocks, plain.batch)
+        for name in gathered:
+            shards[name] = tuple((WHOLE,) * len(call) for call in shards[name])
+        dropout.add(shards)
     return ()
 
 
-def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> None:
-    """Reject blocks of this rank that mix tokens in another way than by `Attend`."""
-    here = comm.index(pipeline_axis())
+def gathered_blocks(blocks: Mapping[str, nn.Module], plan: Plan) -> dict[str, WholeUse]:
+    """Blocks of a whole model that work on whole sequences under the plan's cp, and why.
+
+    Raises:
+        PlanError: as `transform`.
+    """
+    found: dict[str, WholeUse] = {}
+    for rank in range(plan.mesh.degree(pipeline_axis())):
+        found |= _gathered_blocks(blocks, plan, here=rank)
+    return found
+
+
+def _gathered_blocks(
+    blocks: Mapping[str, nn.Module], plan: Plan, *, here: int
+) -> dict[str, WholeUse]:
+    """Those on a pipeline rank; the others mix tokens by `Attend` alone."""
     vocab = _vocab(plan)
+    *_, head, _loss = ("", *(name for stage in plan.stages for name in stage.blocks))
+    gathered: dict[str, WholeUse] = {}
     for number, stage in enumerate(plan.stages):
         if plan.table.stage_to_rank[number] != here:
             continue
@@ -133,13 +159,20 @@ def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> No
         if number > 0:
             _batch, _seq, *sizes = plan.stages[number - 1].out
             hidden_shape = tuple(int(size) for size in sizes)
-        check_blocks(
+        gathered |= check_blocks(
             {name: blocks[name] for name in stage.blocks},
             hidden_shape=hidden_shape,
             length=plan.seq_len,
-            degree=comm.degree(AXIS),
+            degree=plan.mesh.degree(AXIS),
             vocab=vocab,
+            head=head,
         )
+    if gathered and plan.sequence_parallel:
+        name, how = next(iter(gathered.items()))
+        what = f"{name} {how.reason}; and it gathers no sequence of which tp ranks hold parts"
+        fix = "--parallel.sequence False, or a mesh without cp"
+        raise PlanError(Fault("parallel.sequence", what, got="True", need="False", fix=fix))
+    return gathered
 
 
 def _vocab(plan: Plan) -> int | None:

@@ -46,6 +46,13 @@ def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:
     return torch.cat(in_order, 1)
 
 
+def in_rank_order(whole: Tensor, num_ranks: int) -> Tensor:
+    """Columns (dim 1) as the sequence has them -> rank after rank."""
+    numbers = chunk_numbers(num_ranks)
+    chunks = whole.chunk(len(numbers), 1)
+    return torch.cat([chunks[number] for number in numbers], 1)
+
+
 def chunk_numbers(num_ranks: int) -> list[int]:
     """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
     return [

@@ -20,6 +20,7 @@ Note [Sizes of the probe]
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -32,12 +33,17 @@ from weft.models.common.layers import Loss
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.context.probe_block import Activation, ProbeBlock
 from weft.parallel.context.probe_columns import (
+    MIXES,
     MixesTokensError,
     ProbeSizes,
+    check_positions,
     columns_of,
     compare_columns,
 )
+from weft.parallel.context.probe_parts import part_that_mixes
+from weft.parallel.context.whole_sequences import WholeUse
 from weft.parallel.model.block_values import MOST_TABLE_ENTRIES, kind_of, num_computed_entries
+from weft.parallel.model.chain import MAY_GATHER
 from weft.parallel.model.executed_code import ExecutedCode, packages_of
 from weft.parallel.model.fingerprint import TensorSpec, fingerprint
 from weft.parallel.model.token_ids import NamedIds, NotesIds, draw_ids
@@ -78,8 +84,10 @@ def check_blocks(
     length: int = LENGTH,
     degree: int = RANKS,
     vocab: int | None = None,
-) -> None:
-    """Reject blocks that mix tokens in another way than by `Attend`.
+    head: str = "",
+) -> dict[str, WholeUse]:
+    """Reject blocks that mix tokens in another way than by `Attend`, but for those that may work on
+    whole sequences, which are returned. See Note [Whole sequences under cp].
 
     Args:
         blocks: consecutive ones of a model, in order.
@@ -88,12 +96,14 @@ def check_blocks(
         length: of the run's sequences.
         degree: ranks that share a sequence.
         vocab: number of token ids; None: rows of the first embedding.
+        head: name of the block that the loss reads, which gathers nothing.
 
     Raises:
         PlanError: the first block that does, or that cannot be run on the batch; it names it.
     """
+    gathered: dict[str, WholeUse] = {}
     if all(map(_consists_of_tested, blocks.values())):
-        return
+        return gathered
     untested = {name: block for name, block in blocks.items() if not _consists_of_tested(block)}
     computed = _computed(untested)
     all_entries = sum(num_computed_entries(untested[name]) for name in computed)
@@ -101,20 +111,38 @@ def check_blocks(
     sizes = _sizes(all_entries, run_length=length, degree=degree, vocab=num_ids)
     shapes = None if hidden_shape is None else _Shapes((hidden_shape,), is_tuple=False)
     executed = ExecutedCode(packages_of(blocks.values()))
+    of_kind: dict[object, WholeUse | None] = {}
     for name, block in blocks.items():
         if isinstance(block, Loss) and name not in untested:
-            return  # one of preference pairs cannot be run on tokens alone
+            break  # one of preference pairs cannot be run on tokens alone
+        may_gather = name != head and getattr(block, MAY_GATHER, False)
         answer = _check_block(
             name,
             block,
             shapes,
             replace(sizes, is_computed=name in computed),
+            may_gather=may_gather,
             needs_branches=name in untested,
             executed=executed,
         )
         if answer.shapes is None:
-            return  # the loss
+            break  # the loss
         shapes = answer.shapes
+        kind = kind_of(block)
+        found = answer.gathering
+        if name in computed:
+            of_kind[kind] = found or of_kind.get(kind)
+        elif may_gather:
+            found = of_kind[kind] if kind in of_kind else _by_structure(block)
+        if found is not None:
+            gathered[name] = found
+    return gathered
+
+
+def _by_structure(block: nn.Module) -> WholeUse | None:
+    """How a block that is too large to be computed works on whole sequences."""
+    reads_others: bool = getattr(block, "needs_whole_texts", False)
+    return WholeUse(MIXES) if reads_others else None
 
 
 def _computed(blocks: Mapping[str, nn.Module]) -> frozenset[str]:
@@ -180,6 +208,7 @@ class _Question:
     key: Hashable
     shapes: _Shapes | None
     sizes: ProbeSizes
+    may_gather: bool
     probe: ProbeBlock = field(compare=False)
 
 
@@ -190,10 +219,12 @@ class _ColumnAnswer:
     Attributes:
         shapes: that it hands on; None of a loss.
         executed: the instructions that it executed with values.
+        gathering: how it works on whole sequences, where it is not accepted on the columns of a rank.
     """
 
     shapes: _Shapes | None
     executed: ExecutedCode | None = None
+    gathering: WholeUse | None = None
 
 
 def _check_block(
@@ -202,6 +233,7 @@ def _check_block(
     shapes: _Shapes | None,
     sizes: ProbeSizes,
     *,
+    may_gather: bool,
     needs_branches: bool,
     executed: ExecutedCode,
 ) -> _ColumnAnswer:
@@ -218,12 +250,13 @@ def _check_block(
         key: Hashable = fingerprint(block, _describe)
         if key is None:
             key = object()
-        question = _Question(key, shapes, sizes, probe)
+        question = _Question(key, shapes, sizes, may_gather, probe)
         try:
             answer = _answer(question)
             if answer.executed is not None:
                 executed.add(answer.executed)
-            if needs_branches and (not sizes.is_computed or sizes.length < sizes.run_length):
+            may_differ = needs_branches and answer.gathering is None
+            if may_differ and (not sizes.is_computed or sizes.length < sizes.run_length):
                 _check_branches(question, executed)
         except MixesTokensError as error:
             raise PlanError(Fault(name, error.what, error.got, error.need, error.fix)) from None
@@ -268,12 +301,21 @@ def _answer(question: _Question) -> _ColumnAnswer:
     shapes = _shapes_of(out)
     if shapes is None:
         return _ColumnAnswer(None, executed)
-    with executed:
-        compare_columns(probe, *_inputs(question, sizes, ids.found), sizes)
-        short = replace(sizes, rows=2, length=min(sizes.length, max(LENGTH, 2 * sizes.degree)))
-        x, batch = _inputs(question, short, ids.found)
-        documents_BS = (torch.arange(short.length) >= short.length // 3).long().repeat(2, 1)
-        compare_columns(probe, x, replace(batch, documents=documents_BS), short)
+    check_positions(out, sizes)
+    try:
+        with executed:
+            compare_columns(probe, *_inputs(question, sizes, ids.found), sizes)
+            unit = 2 * sizes.degree
+            short_length = math.ceil(LENGTH / unit) * unit
+            short = replace(sizes, rows=2, length=min(sizes.length, short_length))
+            x, batch = _inputs(question, short, ids.found)
+            documents_BS = (torch.arange(short.length) >= short.length // 3).long().repeat(2, 1)
+            compare_columns(probe, x, replace(batch, documents=documents_BS), short)
+    except MixesTokensError as error:
+        if not question.may_gather:
+            raise
+        part = part_that_mixes(probe, *_inputs(question, sizes, ids.found), sizes)
+        return _ColumnAnswer(shapes, executed, WholeUse(error.what, part))
     return _ColumnAnswer(shapes, executed)
 
 

@@ -13,6 +13,7 @@ from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout_mode import run_block
 from weft.parallel.autograd.tree import map_leaves
+from weft.parallel.expert.dispatch import ExpertParallelDispatch
 from weft.parallel.model.block_values import drawn_value, tables_of
 
 Activation = Tensor | tuple[Tensor, ...]
@@ -73,6 +74,7 @@ class ProbeBlock:
                 break
         self.training: dict[nn.Module, bool] = {}
         self.implementations: dict[Attend, AttentionImplementation] = {}
+        self.dispatches: list[ExpertParallelDispatch] = []
 
     def __enter__(self) -> None:
         for module in self.block.modules():
@@ -80,6 +82,9 @@ class ProbeBlock:
             if isinstance(module, Attend):
                 self.implementations[module] = module.implementation
                 module.implementation = _OwnValues(self.attended)
+            if isinstance(module, ExpertParallelDispatch):
+                self.dispatches.append(module)
+                module.is_alone = True
         self.block.eval()
 
     def __exit__(self, *_error: object) -> None:
@@ -87,6 +92,8 @@ class ProbeBlock:
             module.training = training
         for attend, implementation in self.implementations.items():
             attend.implementation = implementation
+        for dispatch in self.dispatches:
+            dispatch.is_alone = False
 
     @functools.cached_property
     def _stand_ins(self) -> dict[str, Tensor]:

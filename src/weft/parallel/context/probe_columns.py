@@ -20,6 +20,7 @@ TOLERANCE = 1e-3
 TOLERANCE_16_BIT = 5e-2
 """The same for parameters in bfloat16 or float16."""
 
+MIXES = "mixes tokens outside of Attend, or counts positions itself: under cp it would see its rank's columns alone"
 NEED = "attention by weft.models.common.attention.Attend and positions from batch.positions"
 WITHOUT_CP = "a mesh without cp"
 
@@ -60,33 +61,51 @@ def columns_of(x: Activation, batch: Batch, index: int, degree: int) -> tuple[Ac
     return own_x, own_batch
 
 
+def check_positions(out: Activation, sizes: ProbeSizes) -> None:
+    """The output for whole sequences has a position for each token.
+
+    Raises:
+        MixesTokensError: it has not.
+    """
+    for tensor in tensors_in(out):
+        if tuple(tensor.shape[:2]) != (sizes.rows, sizes.length):
+            raise MixesTokensError(
+                "hands on an activation without a position for each token: under cp it would see its rank's columns alone",
+                got=f"shape {tuple(tensor.shape)}",
+            )
+
+
 def compare_columns(probe: ProbeBlock, x: Activation, batch: Batch, sizes: ProbeSizes) -> None:
     """Compare the output for whole sequences with that for the columns of each rank.
 
     Raises:
         MixesTokensError: they differ; or `Attend` is given documents of a rank's columns.
     """
-    whole = probe.run(x, batch)
-    wholes = list(tensors_in(whole))
-    for tensor in wholes:
-        if tuple(tensor.shape[:2]) != (sizes.rows, sizes.length):
-            raise MixesTokensError(
-                "hands on an activation without a position for each token: under cp it would see its rank's columns alone",
-                got=f"shape {tuple(tensor.shape)}",
-            )
+    wholes = list(tensors_in(probe.run(x, batch)))
     of_whole = list(probe.attended)
-    tolerance = TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+    tolerance = tolerance_of(probe)
     for index in range(sizes.degree):
         own_x, own_batch = columns_of(x, batch, index, sizes.degree)
         own = probe.run(own_x, own_batch)
         columns = own_batch.positions[0]
         _check_documents(of_whole, probe.attended, columns)
         for tensor, own_tensor in zip(wholes, tensors_in(own), strict=True):
-            if _difference(own_tensor, tensor[:, columns], tensor) > tolerance:
-                raise MixesTokensError(
-                    "mixes tokens outside of Attend, or counts positions itself: under cp it would see its rank's columns alone",
-                    need=NEED,
-                )
+            check_close(own_tensor, tensor[:, columns], whole=tensor, tolerance=tolerance)
+
+
+def tolerance_of(probe: ProbeBlock) -> float:
+    """The largest difference of a block's output, for the type of its parameters."""
+    return TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+
+
+def check_close(own: Tensor, expected: Tensor, *, whole: Tensor, tolerance: float) -> None:
+    """A rank's columns are those of the whole output.
+
+    Raises:
+        MixesTokensError: they differ.
+    """
+    if own.shape != expected.shape or _difference(own, expected, whole) > tolerance:
+        raise MixesTokensError(MIXES, need=NEED)
 
 
 def _difference(own: Tensor, expected: Tensor, whole: Tensor) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from weft.comm import ops
@@ -13,7 +12,7 @@ from weft.core.attention_mask import ALL_FEATURES
 from weft.models.common.attention import FusedAttention
 from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
-from weft.parallel.context.documents import chunk_numbers, in_sequence_order, whole_documents_of
+from weft.parallel.context.documents import in_rank_order, in_sequence_order, whole_documents_of
 from weft.parallel.cp import AXIS
 
 COLUMNS, HEADS = 1, 2
@@ -59,9 +58,5 @@ class UlyssesAttention:
         return in_sequence_order(by_rank, self.comm.degree(AXIS))
 
     def _own_columns(self, x: Tensor) -> Tensor:
-        numbers = chunk_numbers(self.comm.degree(AXIS))
-        chunks = x.chunk(len(numbers), COLUMNS)
-        in_rank_order = [chunks[number] for number in numbers]
-        return ops.all_to_all(
-            torch.cat(in_rank_order, COLUMNS), self.comm, AXIS, COLUMNS, join_dim=HEADS
-        )
+        by_rank = in_rank_order(x, self.comm.degree(AXIS))
+        return ops.all_to_all(by_rank, self.comm, AXIS, COLUMNS, join_dim=HEADS)

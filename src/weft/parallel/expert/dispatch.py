@@ -94,6 +94,8 @@ class ExpertParallelDispatch(nn.Module):
 
     Attributes:
         meta_load: of this rank's tokens and of every other's, assumed on the meta device.
+        is_alone: whether a check runs the block on this rank alone: its experts compute in place of
+            those of other ranks.
     """
 
     supports = frozenset({"dropless"})
@@ -105,6 +107,7 @@ class ExpertParallelDispatch(nn.Module):
         self.axis = axis
         self.meta_load: ExpertLoad = even_load
         self.planned: PlannedKernels | None = None
+        self.is_alone = False
 
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
@@ -113,10 +116,13 @@ class ExpertParallelDispatch(nn.Module):
         comm = self.comm
         axis = self.axis
         degree = comm.degree(axis)
+        lo, hi = span(self.num_experts, degree, comm.index(axis))
+        if self.is_alone:
+            own = Dispatch(hi - lo)
+            return own(x_ND, experts_NK % (hi - lo), weights_NK, experts)  # type: ignore[no-any-return]
         sorting = sort_by_expert(experts_NK, self.num_experts)
         counts_1E = sorting.counts.unsqueeze(0)
         counts_RE = comm.all_gather(counts_1E, axis, dim=0)
-        lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
         if counts_RE.is_meta:
             num_tokens, top_k = experts_NK.shape

@@ -13,6 +13,11 @@ from weft.models.common.batch import Batch
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.model.module_copy import copied_module
 
+MAY_GATHER = "may_gather_sequence"
+"""Class attribute of blocks that may work on whole sequences: see Note [Whole sequences] of tp, and
+Note [Whole sequences under cp].
+"""
+
 
 @dataclass(frozen=True)
 class PlainChain:

@@ -20,6 +20,7 @@ from weft.models.common.dropout_mode import CallShards
 from weft.models.common.init import path_below
 from weft.models.common.layers import Loss
 from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.model.chain import MAY_GATHER
 from weft.parallel.model.dropout_blocks import NotedDropout
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.model.module_copy import copied_module
@@ -112,8 +113,6 @@ def trace_blocks(
 
 NO_PARTS = "its embeddings are not sharded, and each rank takes its part of them"
 PARTS_OF_LOGITS = "its logits are not sharded, and the loss reads those of whole sequences"
-MAY_GATHER = "may_gather_sequence"
-"""Class attribute of blocks that may work on whole sequences; see Note [Whole sequences]."""
 
 
 def _has_loss(block: nn.Module) -> bool:

@@ -182,9 +182,13 @@ class DeclaredRegions:
         types = [mode.types_of(x) for x in (q, k, v)]
         self._check_attention(types)
         free: Types = (VARYING,) * len(mode.axes)
+        gradients = list(_gradients_of(types))
         inputs = []
-        for x, gradient in zip((q, k, v), _gradients_of(types), strict=True):
-            end = functools.partial(self._end_backward, gradient)
+        for number, x in enumerate((q, k, v)):
+
+            def end(out: Tensor, number: int = number) -> None:
+                self._end_backward(gradients[number], out)
+
             inputs.append(declared(x, mode, lambda out: self._set(out, free), end))
         for param in (attend.sinks, attend.head_bias):
             if param is not None:
@@ -197,12 +201,12 @@ class DeclaredRegions:
             is_columns = one.kind == "sharded" and is_sharded(one.dims[COLUMNS])
             if is_columns and self.num_calls() == before:
                 mode.report(axis, "attention of sharded columns calls no other rank")
-        out_types = tuple(_with_last(one, raw.shape[-1]) for one in types[0])
+        out_types: Types = tuple(_with_last(one, raw.shape[-1]) for one in types[0])
         return declared(
             raw,
             mode,
             lambda out: self._set(out, out_types),
-            lambda out: self._check_gradient(out, out_types, free),
+            lambda out: self._check_gradient(out, out_types, free, gradients),
         )
 
     def _check_attention(self, types: Sequence[Types]) -> None:
@@ -221,10 +225,15 @@ class DeclaredRegions:
                     axis, "attention of sharded columns reads keys that are replicated"
                 )
 
-    def _check_gradient(self, out: Tensor, expected: Types, free: Types) -> None:
+    def _check_gradient(
+        self, out: Tensor, expected: Types, free: Types, gradients: list[Types]
+    ) -> None:
+        """Of a partial gradient of whole sequences, those of queries, keys and values are partial."""
         for place, axis in enumerate(self.mode.axes):
             got = self.mode.types_of(out)[place]
-            if got.kind not in (expected[place].kind, "zero", "untyped"):
+            if got.kind == "partial" and expected[place].kind == "replicated" and axis == CP:
+                gradients[:] = [(*t[:place], PARTIAL, *t[place + 1 :]) for t in gradients]
+            elif got.kind not in (expected[place].kind, "zero", "untyped"):
                 what = f"the gradient of attention is {got.text}, its result {expected[place].text}"
                 self.mode.report(axis, what)
         self._set(out, free)

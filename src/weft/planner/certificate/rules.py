@@ -63,6 +63,8 @@ ACCUMULATES = frozenset(
 )
 """Operations that add to a tensor."""
 QUOTIENTS = frozenset({"div", "div_"})
+SOLVE = "linalg_solve_triangular"
+"""Linear in its second tensor."""
 NLL_BACKWARD = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
 CHOICES = frozenset({"where", "masked_fill", "masked_fill_"})
 CONSTANTS = frozenset({
@@ -74,6 +76,8 @@ CONSTANTS = frozenset({
 whole tensors.
 """
 ZEROS = frozenset({"zeros_like", "new_zeros", "zero_", "zeros"})
+NUMBERS = frozenset({"scalar_tensor", "full"})
+"""Operations that make a tensor of one number."""
 FILLS = frozenset({"zero_", "fill_"})
 
 
@@ -188,11 +192,13 @@ def _of_partial(op: TypedOp, operands: Sequence[AxisType]) -> list[AxisType]:
         if kinds[1:] and kinds[1] == "partial":
             raise TypeMismatchError("a number is divided by a partial sum")
         return partial
+    if name == SOLVE and kinds[0] != "partial":
+        return partial
     if name in CHOICES:
         return _choice(op, kinds)
     if name in ("copy_",):
         return [operands[1]]
-    if name in ACCUMULATES:
+    if name in ACCUMULATES or (name == "scatter" and "src" in op.args):
         values = kinds[-1]
         _need_all_partial(op, [kinds[0], values])
         return partial
@@ -233,12 +239,12 @@ def _choice(op: TypedOp, kinds: Sequence[str]) -> list[AxisType]:
     """where(condition, a, b); masked_fill(x, mask, number)."""
     if op.name == "where":
         condition, *values = kinds
-        if op.args.get("other") not in (None, 0, 0.0) and len(values) < 2:
+        if len(values) < 2 and op.args.get("other") not in (None, 0, 0.0):
             raise TypeMismatchError("where puts a number into a partial sum, once on every rank")
         if condition == "partial":
             raise TypeMismatchError("the condition of where is a partial sum")
         _need_all_partial(op, values)
-    elif op.args.get("value") not in (0, 0.0) and len(kinds) < 3:
+    elif len(kinds) < 3 and op.args.get("value") not in (0, 0.0):
         raise TypeMismatchError("masked_fill puts a number into a partial sum, once on every rank")
     return [PARTIAL for _ in op.outputs]
 

@@ -130,7 +130,6 @@ class TensorTypes:
         views = self._of(tensor) or {}
         key = _key(tensor)
         start, stop = _span(key)
-        is_constant = all(each.is_same_everywhere for each in types)
         for other in list(views):
             other_start, other_stop = _span(other)
             if other_stop <= start or other_start >= stop or other == key:
@@ -144,7 +143,7 @@ class TensorTypes:
                         views[left, (right - left,), (1,)] = flattened(old, right - left)
             elif len(other[1]) == len(key[1]) and _is_around(other, key):
                 views[other] = _widened(types, other[1], old)
-            elif is_constant and _is_inside(key, other) and all(map(_is_no_sum, old)):
+            elif _is_inside(key, other) and all(map(_may_be_in, types, old)):
                 views[other] = _widened(types, other[1], old)  # such as x[:, 0] = 1
         self.set(tensor, types)
 
@@ -187,8 +186,13 @@ def _is_inside(inner: ViewKey, outer: ViewKey) -> bool:
     )
 
 
-def _is_no_sum(one: AxisType) -> bool:
-    return one.kind == "sharded" or one.is_same_everywhere
+def _may_be_in(new: AxisType, old: AxisType) -> bool:
+    """Whether a tensor has a type after some of its entries were written: constants fit all but sums,
+    into which zeros are written.
+    """
+    if old.kind == "partial":
+        return new.kind in ("partial", "zero")
+    return new.is_same_everywhere and (old.kind == "sharded" or old.is_same_everywhere)
 
 
 def _widened(types: Types, shape: tuple[int, ...], old: Types) -> Types:

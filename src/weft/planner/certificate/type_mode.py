@@ -26,7 +26,7 @@ from weft.planner.certificate.axis_types import (
     replicated,
 )
 from weft.planner.certificate.rule_parts import TypedOp
-from weft.planner.certificate.rules import CONSTANTS, ZEROS, constant, result_types
+from weft.planner.certificate.rules import CONSTANTS, NUMBERS, ZEROS, constant, result_types
 from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
 from weft.planner.measure.host_values import value_on_host
 from weft.planner.measure.meta_results import MetaResults
@@ -197,7 +197,7 @@ class TypeMode(TorchDispatchMode):
         """Note the types of a call's results."""
         if not call.operands:
             for tensor in call.outputs:
-                self.set(tensor, self._of_new(call.name, tensor))
+                self.set(tensor, self._of_new(call, tensor))
             return
         types = [self.tensors.find(tensor) for tensor in call.operands]
         if "mixed" in types and call.name not in CONSTANTS:
@@ -207,11 +207,12 @@ class TypeMode(TorchDispatchMode):
         for tensor, its_types in zip(call.outputs, self._results(call), strict=True):
             note(tensor, its_types)
 
-    def _of_new(self, name: str, tensor: Tensor) -> Types:
+    def _of_new(self, call: _OperationCall, tensor: Tensor) -> Types:
         """Of a tensor that is made of no other."""
-        if name in ZEROS:
+        is_number = call.name in NUMBERS and not tensor.dim()
+        if call.name in ZEROS or (is_number and 0 in call.args):
             return (ZERO,) * len(self.axes)
-        if name in COUNTS:
+        if call.name in COUNTS:
             return _of_constant(tensor.shape, len(self.axes))
         return (constant(tuple(tensor.shape)),) * len(self.axes)
 

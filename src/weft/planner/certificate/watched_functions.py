@@ -14,11 +14,13 @@ from weft.core.axes import StateAxes
 from weft.core.dimension import pipeline_axis, replicated_axes
 from weft.models.common import experts
 from weft.models.common.experts import Sorting
+from weft.parallel.context import whole_sequences
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert import dispatch
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dims, with_dim
 from weft.parallel.zero import grad_norm, param_group, quantized_group
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
+from weft.planner.certificate.declared_regions import declared
 from weft.planner.certificate.step_comm import StepComm
 from weft.planner.certificate.tensor_types import TypedPiece
 from weft.planner.certificate.type_mode import TypeMode
@@ -52,6 +54,8 @@ class WatchedFunctions:
             (step_module, "exact_sum"): self._exact_sum,
             (param_group, "FixedOrderSum"): self._fixed_order_sum,
             (ops, "scatter_to_region"): self._scatter_to_region,
+            (whole_sequences, "share_gradient"): functools.partial(self._gradient_share, PARTIAL),
+            (whole_sequences, "join_gradient"): functools.partial(self._gradient_share, None),
             (quantized_group, "dequantize_into"): self._dequantize_into,
         }
         before = {}
@@ -168,6 +172,33 @@ class WatchedFunctions:
             is_part = name == axis or one.kind == "sharded"
             found.append(of_dims(with_dim(dims, dim, (part,))) if is_part else _reshaped(one, out))
         return self.mode.set(out, tuple(found))
+
+    def _gradient_share(
+        self,
+        after: AxisType | None,
+        original: Callable[..., Tensor],
+        x: Tensor,
+        comm: Any,
+        axis: str,
+    ) -> Tensor:
+        """A gradient that is replicated becomes partial, or (None) the other way round: each rank
+        holds the same share of it.
+        """
+
+        def declare_gradient(out: Tensor) -> None:
+            types = dict(zip(self.mode.axes, self.mode.types_of(out), strict=True))
+            before = "replicated" if after else "partial"
+            if types[axis].kind not in (before, "zero", "untyped"):
+                self.mode.report(axis, f"the gradient of whole sequences is {types[axis].text}")
+            types[axis] = after or replicated(tuple(out.shape))
+            self.mode.set(out, tuple(types.values()))
+
+        given = self.mode.types_of(x)
+
+        def declare(out: Tensor) -> None:
+            self.mode.set(out, given)
+
+        return declared(original(x, comm, axis), self.mode, declare, declare_gradient)
 
     def _dequantize_into(self, original: Callable[..., None], *args: Any) -> None:
         """Frozen matrices are dequantized: they have the types of their parameters."""
