@@ -12,6 +12,8 @@ Note [Slowest lane]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +34,25 @@ MOST_MEMBERS = 2**22
 """Members of the groups of all lanes that are looked at; of more, the lanes at the first and last places."""
 
 
-def placed_step(roles: Sequence[RoleCosts], speeds: Speeds) -> StepTime:
-    """The predicted step of a measured run, on the nodes of its speeds."""
+def on_slowest_lane(roles: Sequence[RoleCosts], speeds: Speeds) -> Speeds:
+    """The speeds that ranks of the slowest lane have of a measured run; see Note [Slowest lane]."""
     num_ranks = roles[0].step.plan.mesh.size
     placement = speeds.placement or Placement.even(num_ranks, speeds.hardware.node)
     if placement.is_one_node:
-        return step_time(roles, speeds)
-    return PlacedSteps(roles, speeds.hardware).slowest(placement)
+        return speeds
+    return replace(speeds, placement=PlacedSteps(roles, speeds.hardware).slowest(placement).nodes)
+
+
+class LaneStep(NamedTuple):
+    """The step of a lane, and the nodes of its ranks, as if they were those that were measured."""
+
+    step: StepTime
+    nodes: Placement
+
+    @property
+    def total_s(self) -> float:
+        """Predicted seconds of the step."""
+        return self.step.total_s
 
 
 class PlacedSteps:
@@ -60,7 +74,7 @@ class PlacedSteps:
         groups = tuple(dict.fromkeys(_groups(roles)))
         self._lanes = self._lanes_of(sum(map(len, groups)))
         self._members = [self.in_all_lanes(group) for group in groups]
-        self._steps: dict[bytes, StepTime] = {}
+        self._steps: dict[bytes, LaneStep] = {}
 
     def _lanes_of(self, num_members: int) -> Numbers:
         """Coordinates of the ranks at the first pipeline coordinate; see `MOST_MEMBERS`."""
@@ -91,24 +105,25 @@ class PlacedSteps:
         """The group of the first lane, and of each other lane: a row each."""
         return self._moved(np.array(group), self._lanes)
 
-    def slowest(self, placement: Placement) -> StepTime:
-        """The predicted step; see Note [Slowest lane]."""
+    def slowest(self, placement: Placement) -> LaneStep:
+        """The slowest lane; see Note [Slowest lane]."""
         nodes = np.array(placement.node_of)
         columns = [num_distinct(nodes[members]) for members in self._members]
         if not columns:
             return self._step(placement)
         alike, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        steps: list[StepTime] = []
+        lanes: list[LaneStep] = []
         for counts, lane in zip(alike, first, strict=True):
             key = counts.tobytes()
             if key not in self._steps:
                 (moved,) = self._moved(np.arange(self.mesh.size), self._lanes[lane][None])
                 self._steps[key] = self._step(Placement(tuple(nodes[moved].tolist())))
-            steps.append(self._steps[key])
-        return max(steps, key=lambda step: step.total_s)
+            lanes.append(self._steps[key])
+        return max(lanes, key=lambda lane: lane.total_s)
 
-    def _step(self, placement: Placement) -> StepTime:
-        return step_time(self._roles, Speeds(self._hardware, placement), order=self._order)
+    def _step(self, nodes: Placement) -> LaneStep:
+        speeds = Speeds(self._hardware, nodes)
+        return LaneStep(step_time(self._roles, speeds, order=self._order), nodes)
 
 
 def _groups(roles: Sequence[RoleCosts]) -> Iterator[Ranks]:
