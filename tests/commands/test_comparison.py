@@ -20,7 +20,7 @@ from weft.config.load import load
 from weft.config.lora import adapter_flops
 from weft.config.run import plan_of
 from weft.core.model_config import weight_flops
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK
 from weft.layout.utilization import ALL_TRAINED, Utilization, model_flops
 from weft.models import FAMILIES
@@ -121,8 +121,8 @@ def test_ranks_of_a_launcher_on_several_nodes_have_their_order_predicted(
     hardware: Hardware, start: str
 ) -> None:
     run = run_of("--mesh tp2,dp4 --batch.global_size 16")
-    assert predicted(run, hardware, Placement.even(8, 4))["mesh_order"].startswith(start)
-    assert "mesh_order" not in predicted(run, hardware, Placement.even(8, 8))
+    assert predicted(run, hardware, NodePlacement.even(8, 4))["mesh_order"].startswith(start)
+    assert "mesh_order" not in predicted(run, hardware, NodePlacement.even(8, 8))
     assert "mesh_order" not in predicted(run, hardware)
 
 

@@ -14,7 +14,7 @@ from weft.config.hardware import Hardware, find_hardware
 from weft.config.rules.checks import run_checks
 from weft.config.rules.config_checks import config_checks
 from weft.core.mesh import WIDTH, Mesh
-from weft.core.placement import Placement, orders
+from weft.core.node_placement import NodePlacement, orders
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import RoleCosts, measure
 from weft.planner.simulate.order_costs import MeshOrder, mesh_order, placed
@@ -32,7 +32,7 @@ def roles_of(mesh: str, words: str = "") -> tuple[RoleCosts, ...]:
     return measure(MeasuredRun.of(run))
 
 
-def order_of(mesh: str, placement: Placement, hardware: Hardware = SLOW_NETWORK) -> MeshOrder:
+def order_of(mesh: str, placement: NodePlacement, hardware: Hardware = SLOW_NETWORK) -> MeshOrder:
     found = mesh_order(roles_of(mesh), hardware, placement)
     assert found is not None
     return found
@@ -49,7 +49,7 @@ def order_of(mesh: str, placement: Placement, hardware: Hardware = SLOW_NETWORK)
 )
 def test_another_order_costs_what_a_run_with_that_order_does(words: str, order: str) -> None:
     """One run is measured; the other is priced from it, apart from sums over the whole world."""
-    here = Placement.even(8, 4)
+    here = NodePlacement.even(8, 4)
     steps = PlacedSteps(roles_of(words), SLOW_NETWORK)
     priced = steps.slowest(placed(here, Mesh.parse(words), Mesh.parse(order)))
     direct = predict_measured(roles_of(order), Speeds(SLOW_NETWORK)).step
@@ -58,7 +58,7 @@ def test_another_order_costs_what_a_run_with_that_order_does(words: str, order: 
 
 
 def test_a_tensor_axis_across_nodes_is_named_with_its_bytes_and_the_better_order() -> None:
-    found = order_of("tp2 dp4", Placement.even(8, 4))
+    found = order_of("tp2 dp4", NodePlacement.even(8, 4))
     assert found.given.nodes == {"tp": 2, "dp": 1}
     assert found.best.nodes == {"tp": 1, "dp": 2}
     assert found.factor > 1.05
@@ -75,24 +75,24 @@ def test_a_tensor_axis_across_nodes_is_named_with_its_bytes_and_the_better_order
 
 
 def test_a_right_order_has_no_note() -> None:
-    found = order_of("dp4 tp2", Placement.even(8, 4))
+    found = order_of("dp4 tp2", NodePlacement.even(8, 4))
     assert (found.note, found.factor) == ("", 1.0)
     assert found.given == found.best
 
 
 def test_where_nodes_take_ranks_in_turn_the_order_turns_around() -> None:
-    found = order_of("dp4 tp2", Placement.in_turn((4, 4)))
+    found = order_of("dp4 tp2", NodePlacement.in_turn((4, 4)))
     assert found.best.mesh == "tp2 dp4"
     assert found.note.endswith("so does this order where ranks fill one node after the other")
-    assert order_of("tp2 dp4", Placement.in_turn((4, 4))).note == ""
+    assert order_of("tp2 dp4", NodePlacement.in_turn((4, 4))).note == ""
 
 
 def test_on_uneven_nodes_the_slowest_ranks_count() -> None:
     """Ranks 4 and 5 are on different nodes: the first tp group is not, and waits for theirs."""
     roles = roles_of("dp4 tp2")
-    uneven = Placement.by_node((5, 3))
+    uneven = NodePlacement.by_node((5, 3))
     slow = PlacedSteps(roles, SLOW_NETWORK).slowest(uneven).total_s
-    even = PlacedSteps(roles, SLOW_NETWORK).slowest(Placement.even(8, 4)).total_s
+    even = PlacedSteps(roles, SLOW_NETWORK).slowest(NodePlacement.even(8, 4)).total_s
     assert slow > 1.05 * even
     assert predict_measured(roles, Speeds(SLOW_NETWORK, uneven)).step.total_s == slow
     found = mesh_order(roles, SLOW_NETWORK, uneven)
@@ -110,11 +110,11 @@ def test_a_ring_waits_for_the_rank_that_sends_to_another_node() -> None:
 
 def test_on_one_node_or_links_of_unknown_speed_nothing_is_said() -> None:
     roles = roles_of("tp2 dp4")
-    assert mesh_order(roles, SLOW_NETWORK, Placement.even(8, 8)) is None
-    assert mesh_order(roles, replace(NODE_OF_4, network_gb_s=0.0), Placement.even(8, 4)) is None
+    assert mesh_order(roles, SLOW_NETWORK, NodePlacement.even(8, 8)) is None
+    assert mesh_order(roles, replace(NODE_OF_4, network_gb_s=0.0), NodePlacement.even(8, 4)) is None
     alone = replace(NODE_OF_4, link_gb_s=0.0)
-    assert mesh_order(roles, alone, Placement.even(8, 4)) is None
-    assert mesh_order(roles, alone, Placement.even(8, 1)) is not None
+    assert mesh_order(roles, alone, NodePlacement.even(8, 4)) is None
+    assert mesh_order(roles, alone, NodePlacement.even(8, 1)) is not None
 
 
 @pytest.mark.parametrize("mesh", ["pp2 dp2 cp2 tp2", "dp2 fsdp2 cp2 tp2", "site2 pp2 dp2 tp2"])
@@ -142,7 +142,7 @@ def test_explain_says_what_a_bad_order_costs(capsys: pytest.CaptureFixture[str])
 def test_all_permutations_are_tried() -> None:
     """The best order is the least of all of them, each measured for itself."""
     mesh = "tp2 pp2 dp2"
-    found = order_of(mesh, Placement.even(8, 4))
+    found = order_of(mesh, NodePlacement.even(8, 4))
     seconds = {
         order: predict_measured(roles_of(" ".join(order)), Speeds(SLOW_NETWORK)).step.total_s
         for order in itertools.permutations(mesh.split())

@@ -14,7 +14,7 @@ from tests.report.test_report import add_events
 from tests.spoiled_runs import bad_batch, run_of, spoil, words_of, write_text
 from weft.cli import main
 from weft.core.mesh import Mesh
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK
 from weft.layout.mesh_order import order_problem
 from weft.report.page import report_page
@@ -79,7 +79,7 @@ def test_a_slow_rank_is_named_with_how_much_it_is_slower(
 
 @pytest.mark.parametrize("event", ["run", "prediction"])
 def test_axes_in_a_bad_order_are_named_with_a_better_one(event: str, tmp_path: Path) -> None:
-    problem = order_problem(Mesh.parse("tp2 dp8"), Placement.even(16, 8))
+    problem = order_problem(Mesh.parse("tp2 dp8"), NodePlacement.even(16, 8))
     folder = write_run(tmp_path / "one", [2.0, 1.0, 1.0], mesh="tp2 dp8")
     start = {"event": "run", "layout": "tp2 dp8", "start_step": 3}
     step = {"event": "step", "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "step_s": 1.0}

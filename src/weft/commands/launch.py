@@ -22,7 +22,7 @@ from weft.config.optimizers import is_user_class
 from weft.config.rules.checks import CheckTable
 from weft.config.run import Run
 from weft.config.user_code import is_reference
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
 from weft.launchers.catalog import ENGINES
 from weft.launchers.job import (
@@ -92,7 +92,7 @@ def launch(words: Sequence[str]) -> int:
     command = engine.submit(job.folder / first_name, options)
     files = {CONFIG: job.config, **engine_files}
     print_result(text_of_files(job.folder, files))
-    placement = Placement.even(run.device_mesh.size, job.ranks_per_node)
+    placement = NodePlacement.even(run.device_mesh.size, job.ranks_per_node)
     note = order_problem(run.device_mesh, placement)
     if note:
         print_result(f"note: {note}")

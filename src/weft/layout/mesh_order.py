@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weft.core.dimension import dimensions, local_update_axes, sequence_axes
 from weft.core.mesh import Mesh
-from weft.core.placement import Placement, orders
+from weft.core.node_placement import NodePlacement, orders
 
 
-def order_problem(mesh: Mesh, placement: Placement) -> str:
+def order_problem(mesh: Mesh, placement: NodePlacement) -> str:
     """What is wrong with the order of the axes where ranks are placed so; "" if nothing is, or no
     other order is better.
 
@@ -28,11 +28,11 @@ def order_problem(mesh: Mesh, placement: Placement) -> str:
     )
 
 
-def _is_right(mesh: Mesh, placement: Placement) -> bool:
+def _is_right(mesh: Mesh, placement: NodePlacement) -> bool:
     return _in_the_wrong_places(mesh, placement) is None
 
 
-def _in_the_wrong_places(mesh: Mesh, placement: Placement) -> tuple[str, str] | None:
+def _in_the_wrong_places(mesh: Mesh, placement: NodePlacement) -> tuple[str, str] | None:
     """An axis that crosses nodes, and one that sends less and does not; None where there are none."""
     if placement.is_one_node:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.hardware import Hardware
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.measure.recorder import CallRecorder
@@ -56,7 +56,7 @@ def run_costs(run: MeasuredRun, hardware: Hardware | None) -> RunCosts:
     prediction = order = None
     if hardware is not None:
         prediction = predict_measured(roles, Speeds(hardware))
-        order = mesh_order(roles, hardware, Placement.even(run.plan.mesh.size, hardware.node))
+        order = mesh_order(roles, hardware, NodePlacement.even(run.plan.mesh.size, hardware.node))
     return RunCosts(
         roles=roles,
         worst=worst,

@@ -19,7 +19,7 @@ from typing import Literal
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.keys import Flat
 from weft.config.run import Run, hardware_of, plan_of
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.errors import WeftError, counted
 from weft.layout.mesh_order import order_problem
 from weft.layout.plan import Plan
@@ -41,7 +41,7 @@ PATIENCE_S = 10.0
 
 
 def start_prediction(
-    run: Run, start_answer: StartAnswer = ForkedAnswer, *, placement: Placement | None = None
+    run: Run, start_answer: StartAnswer = ForkedAnswer, *, placement: NodePlacement | None = None
 ) -> RunningAnswer | None:
     """Start the prediction of a run whose hardware is named; None where none is.
 
@@ -54,7 +54,7 @@ def start_prediction(
     return start_answer(partial(predicted, run, hardware, placement), niceness=NICENESS)
 
 
-def predicted(run: Run, hardware: Hardware, placement: Placement | None = None) -> Answer:
+def predicted(run: Run, hardware: Hardware, placement: NodePlacement | None = None) -> Answer:
     """The prediction of a run as JSON, or the reason why there is none."""
     from weft.planner.measure.measured_run import MeasuredRun  # late: most runs predict nothing
     from weft.planner.measure.roles import measure, size_problem

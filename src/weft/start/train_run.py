@@ -20,7 +20,7 @@ from weft.config.profiled_steps import profiled_steps
 from weft.config.run import Run
 from weft.config.schema import AlertConfig, TrackerName
 from weft.core.mesh import Mesh
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.mesh_order import order_problem
@@ -29,8 +29,8 @@ from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
+from weft.run.launcher_nodes import placement_of
 from weft.run.numerics import expand_segments, numerics
-from weft.run.placement import placement_of
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.worker import OrderlyEnd
@@ -224,7 +224,7 @@ def _train(
     return code
 
 
-def _placement(world: World | None, mesh: Mesh) -> Placement | None:
+def _placement(world: World | None, mesh: Mesh) -> NodePlacement | None:
     """Where the ranks of a launcher are, if there are as many as the mesh has."""
     if world is None or world.size != mesh.size:
         return None
@@ -278,7 +278,7 @@ class RankJob:
     hardware: str | None
     adapted: AdapterFlops
     prediction: RunningAnswer | None
-    placement: Placement | None
+    placement: NodePlacement | None
     proof: RunningProof | Verdict | None
     live: LiveProof
     profiled: range

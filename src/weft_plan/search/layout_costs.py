@@ -22,7 +22,7 @@ from itertools import pairwise
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.core.model_config import BlockSpec
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.core.zero_stages import MAX_UNDER_WAY, ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.ep import AXIS as EP
@@ -160,7 +160,7 @@ class LayoutCosts:
         """The layout with its axes in the order of the least predicted step."""
         hardware = self.speeds.hardware
         roles = self.predict(layout).roles
-        placement = Placement.even(roles[0].step.plan.mesh.size, hardware.node)
+        placement = NodePlacement.even(roles[0].step.plan.mesh.size, hardware.node)
         order = mesh_order(roles, hardware, placement)
         if order is None or order.factor < EQUAL:
             return layout

@@ -21,7 +21,7 @@ from weft.comm.transport import Op
 from weft.config.hardware import Hardware
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh, Ranks
-from weft.core.placement import Placement, orders
+from weft.core.node_placement import NodePlacement, orders
 from weft.planner.measure.played_actions import action_keys
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.measure.step_memory import boundary_bytes
@@ -104,7 +104,7 @@ class MeshOrder:
 
 
 def mesh_order(
-    roles: Sequence[RoleCosts], hardware: Hardware, placement: Placement
+    roles: Sequence[RoleCosts], hardware: Hardware, placement: NodePlacement
 ) -> MeshOrder | None:
     """The order of the axes of a measured run beside the best one; None where all ranks are on one
     node, or the speed of a link that they need is not known.
@@ -125,23 +125,23 @@ def mesh_order(
     )
 
 
-def has_links(hardware: Hardware, placement: Placement) -> bool:
+def has_links(hardware: Hardware, placement: NodePlacement) -> bool:
     """Whether the speeds of the links are known that ranks with this placement have."""
     has_network = placement.is_one_node or hardware.network_gb_s > 0
     return has_network and (max(placement.counts) == 1 or hardware.link_gb_s > 0)
 
 
-def placed(placement: Placement, mesh: Mesh, order: Mesh) -> Placement:
+def placed(placement: NodePlacement, mesh: Mesh, order: Mesh) -> NodePlacement:
     """The nodes of the coordinates of a mesh's ranks, where the order of axes is another; see Note
     [Order as a placement].
     """
     grid = np.reshape(placement.node_of, [degree for _, degree in order.axes])
     places = [order.wide_axes.index(axis) for axis in mesh.wide_axes]
-    return Placement(tuple(grid.transpose(places).ravel().tolist()))
+    return NodePlacement(tuple(grid.transpose(places).ravel().tolist()))
 
 
 def _costs(
-    steps: PlacedSteps, roles: Sequence[RoleCosts], order: Mesh, placement: Placement
+    steps: PlacedSteps, roles: Sequence[RoleCosts], order: Mesh, placement: NodePlacement
 ) -> OrderCosts:
     """The costs of an order, whose coordinates are placed so."""
     nodes = np.array(placement.node_of)

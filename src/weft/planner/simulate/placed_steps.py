@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from weft.config.hardware import Hardware
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Ranks
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.simulate.pipeline_time import pipeline_order
 from weft.planner.simulate.speeds import Speeds
@@ -37,7 +37,7 @@ MOST_MEMBERS = 2**22
 def on_slowest_lane(roles: Sequence[RoleCosts], speeds: Speeds) -> Speeds:
     """The speeds that ranks of the slowest lane have of a measured run; see Note [Slowest lane]."""
     num_ranks = roles[0].step.plan.mesh.size
-    placement = speeds.placement or Placement.even(num_ranks, speeds.hardware.node)
+    placement = speeds.placement or NodePlacement.even(num_ranks, speeds.hardware.node)
     if placement.is_one_node:
         return speeds
     return replace(speeds, placement=PlacedSteps(roles, speeds.hardware).slowest(placement).nodes)
@@ -47,7 +47,7 @@ class LaneStep(NamedTuple):
     """The step of a lane, and the nodes of its ranks, as if they were those that were measured."""
 
     step: StepTime
-    nodes: Placement
+    nodes: NodePlacement
 
     @property
     def total_s(self) -> float:
@@ -105,7 +105,7 @@ class PlacedSteps:
         """The group of the first lane, and of each other lane: a row each."""
         return self._moved(np.array(group), self._lanes)
 
-    def slowest(self, placement: Placement) -> LaneStep:
+    def slowest(self, placement: NodePlacement) -> LaneStep:
         """The slowest lane; see Note [Slowest lane]."""
         nodes = np.array(placement.node_of)
         columns = [num_distinct(nodes[members]) for members in self._members]
@@ -117,11 +117,11 @@ class PlacedSteps:
             key = counts.tobytes()
             if key not in self._steps:
                 (moved,) = self._moved(np.arange(self.mesh.size), self._lanes[lane][None])
-                self._steps[key] = self._step(Placement(tuple(nodes[moved].tolist())))
+                self._steps[key] = self._step(NodePlacement(tuple(nodes[moved].tolist())))
             lanes.append(self._steps[key])
         return max(lanes, key=lambda lane: lane.total_s)
 
-    def _step(self, nodes: Placement) -> LaneStep:
+    def _step(self, nodes: NodePlacement) -> LaneStep:
         speeds = Speeds(self._hardware, nodes)
         return LaneStep(step_time(self._roles, speeds, order=self._order), nodes)
 

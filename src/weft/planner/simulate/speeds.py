@@ -25,7 +25,7 @@ from weft.comm.backends import policy_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.planner.measure.kernels import KernelBatch, KernelLaunch
 
 TERA = 1e12
@@ -42,7 +42,7 @@ class Speeds:
     """
 
     hardware: Hardware
-    placement: Placement | None = None
+    placement: NodePlacement | None = None
 
     @property
     def efficiency(self) -> Efficiency:

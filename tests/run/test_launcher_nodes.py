@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.core.placement import Placement
-from weft.run.placement import placement_of, tasks_of_nodes
+from weft.core.node_placement import NodePlacement
+from weft.run.launcher_nodes import placement_of, tasks_of_nodes
 from weft.run.world import detect
 
 TORCHRUN = {
@@ -28,16 +28,16 @@ SLURM = {
 }
 
 
-def found(env: dict[str, str]) -> Placement | None:
+def found(env: dict[str, str]) -> NodePlacement | None:
     world = detect(env)
     assert world is not None
     return placement_of(env, world)
 
 
 def test_torchrun_fills_one_node_after_the_other() -> None:
-    assert found(TORCHRUN) == Placement.even(8, 4)
+    assert found(TORCHRUN) == NodePlacement.even(8, 4)
     ray = {name: value for name, value in TORCHRUN.items() if not name.startswith("GROUP")}
-    assert found(ray) == Placement.even(8, 4)
+    assert found(ray) == NodePlacement.even(8, 4)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_what_torchrun_does_not_say_is_not_known(changed: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"SLURM_GTIDS": "0,1,2,3"}, Placement.by_node((4, 4))),
-        ({"SLURM_GTIDS": "0,2,4,6"}, Placement.in_turn((4, 4))),
-        ({"SLURM_GTIDS": "0,1,4,5"}, Placement.in_turn((4, 4), block=2)),
-        ({"SLURM_GTIDS": "1,3,5,7", "SLURM_NODEID": "1"}, Placement.in_turn((4, 4))),
+        ({"SLURM_GTIDS": "0,1,2,3"}, NodePlacement.by_node((4, 4))),
+        ({"SLURM_GTIDS": "0,2,4,6"}, NodePlacement.in_turn((4, 4))),
+        ({"SLURM_GTIDS": "0,1,4,5"}, NodePlacement.in_turn((4, 4), block=2)),
+        ({"SLURM_GTIDS": "1,3,5,7", "SLURM_NODEID": "1"}, NodePlacement.in_turn((4, 4))),
         (
             {"SLURM_GTIDS": "0,1,2,3,4,5", "SLURM_STEP_TASKS_PER_NODE": "6,2"},
-            Placement.by_node((6, 2)),
+            NodePlacement.by_node((6, 2)),
         ),
         ({"SLURM_GTIDS": "0,3,5,7"}, None),  # an arbitrary distribution
         ({"SLURM_GTIDS": "0,1,2,3", "SLURM_TASKS_PER_NODE": "4(x3)"}, None),
@@ -70,7 +70,7 @@ def test_what_torchrun_does_not_say_is_not_known(changed: dict[str, str]) -> Non
     ],
 )
 def test_slurms_distribution_follows_from_the_tasks_of_a_node(
-    changed: dict[str, str], expected: Placement | None
+    changed: dict[str, str], expected: NodePlacement | None
 ) -> None:
     assert found(SLURM | changed) == expected
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import re
 
-from weft.core.placement import Placement
+from weft.core.node_placement import NodePlacement
 from weft.run.world import Env, World
 
 TASKS_WORD = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def placement_of(env: Env, world: World) -> Placement | None:
+def placement_of(env: Env, world: World) -> NodePlacement | None:
     """Where the ranks of a world are; None where the variables do not say, or contradict it."""
     if "RANK" in env:
         return _of_torchrun(env, world)
     return _of_slurm(env, world)
 
 
-def _of_torchrun(env: Env, world: World) -> Placement | None:
+def _of_torchrun(env: Env, world: World) -> NodePlacement | None:
     """Every node has as many ranks as this one, in order; of nodes with different numbers the others'
     are not known.
     """
@@ -31,10 +31,10 @@ def _of_torchrun(env: Env, world: World) -> Placement | None:
     is_even = rest == 0 and env.get("GROUP_WORLD_SIZE", str(num_nodes)) == str(num_nodes)
     if not is_even or world.rank % world.local_size != world.local_rank:
         return None
-    return Placement.even(world.size, world.local_size)
+    return NodePlacement.even(world.size, world.local_size)
 
 
-def _of_slurm(env: Env, world: World) -> Placement | None:
+def _of_slurm(env: Env, world: World) -> NodePlacement | None:
     """The first distribution whose tasks on this node are those that Slurm lists."""
     counts = tasks_of_nodes(
         env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
@@ -44,8 +44,8 @@ def _of_slurm(env: Env, world: World) -> Placement | None:
     if sum(counts) != world.size or not all(map(str.isdecimal, (node, *own))):
         return None
     own_ranks = tuple(sorted(map(int, own)))
-    planes = (Placement.in_turn(counts, block=block) for block in range(1, max(counts)))
-    for placement in (Placement.by_node(counts), *planes):
+    planes = (NodePlacement.in_turn(counts, block=block) for block in range(1, max(counts)))
+    for placement in (NodePlacement.by_node(counts), *planes):
         if placement.ranks_of(int(node)) == own_ranks:
             return placement
     return None

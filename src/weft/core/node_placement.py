@@ -1,4 +1,4 @@
-"""Placement of ranks on nodes: which node each rank is on, and the orders of a mesh's axes that place groups differently."""
+"""NodePlacement of ranks on nodes: which node each rank is on, and the orders of a mesh's axes that place groups differently."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from weft.core.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodePlacement:
     """The node of every rank, by a number.
 
-    >>> Placement.by_node((2, 1)).node_of, Placement.in_turn((3, 2)).node_of
+    >>> NodePlacement.by_node((2, 1)).node_of, NodePlacement.in_turn((3, 2)).node_of
     ((0, 0, 1), (0, 1, 0, 1, 0))
     """
 
     node_of: tuple[int, ...]
 
     @staticmethod
-    def even(num_ranks: int, ranks_per_node: int) -> Placement:
+    def even(num_ranks: int, ranks_per_node: int) -> NodePlacement:
         """Nodes with so many ranks each; the last one with what is left."""
-        return Placement(tuple(rank // ranks_per_node for rank in range(num_ranks)))
+        return NodePlacement(tuple(rank // ranks_per_node for rank in range(num_ranks)))
 
     @staticmethod
-    def by_node(counts: Sequence[int]) -> Placement:
+    def by_node(counts: Sequence[int]) -> NodePlacement:
         """Nodes with these numbers of ranks, filled one after the other."""
-        return Placement(tuple(node for node, count in enumerate(counts) for _ in range(count)))
+        return NodePlacement(tuple(node for node, count in enumerate(counts) for _ in range(count)))
 
     @staticmethod
-    def in_turn(counts: Sequence[int], *, block: int = 1) -> Placement:
+    def in_turn(counts: Sequence[int], *, block: int = 1) -> NodePlacement:
         """Nodes with these numbers of ranks, which take `block` ranks at a time while they have room:
         Slurm's distributions `cyclic` and `plane`.
         """
@@ -42,7 +42,7 @@ class Placement:
                 taken = min(block, room)
                 node_of.extend([node] * taken)
                 left[node] -= taken
-        return Placement(tuple(node_of))
+        return NodePlacement(tuple(node_of))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ class Placement:
         return tuple(map(self.node_of.count, sorted(set(self.node_of))))
 
     @property
-    def filled_in_order(self) -> Placement:
+    def filled_in_order(self) -> NodePlacement:
         """As many ranks on each node, one node after the other."""
-        return Placement.by_node(self.counts)
+        return NodePlacement.by_node(self.counts)
 
     def num_nodes(self, ranks: Iterable[int]) -> int:
         """How many nodes these ranks are on."""
