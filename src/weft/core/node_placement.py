@@ -1,4 +1,4 @@
-"""NodePlacement of ranks on nodes: which node each rank is on, and the orders of a mesh's axes that place groups differently."""
+"""Placement of ranks on nodes: which node each rank is on, and the orders of a mesh's axes that place groups differently."""
 
 from __future__ import annotations
 
