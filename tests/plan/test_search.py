@@ -282,6 +282,7 @@ def narrow_costs(words: str = "") -> LayoutCosts:
         "pp2 dp4 zero3 interleavedx4 micro1",
         "pp4 dp2 zero3 zbv recompute-full micro1",
         "pp4 dp2 zero1 split-0-4-4-0 micro1",
+        "cp4 dp4 micro1",  # of a ring over two nodes, ranks 0 and 4 are on one
         "pp2 dp4 zero1 interleavedx2 split-0-4-4-0 micro1",
         "pp2 dp2 zero1 interleavedx2 split-0-4-4-0 micro1",  # half of its micro-batches are played
         "pp2 dp4 zero1 zbv recompute-full micro1",

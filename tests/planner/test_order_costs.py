@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.planner.test_step_costs import run_of
@@ -17,7 +18,7 @@ from weft.core.mesh import WIDTH, Mesh
 from weft.core.node_placement import NodePlacement, orders
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import RoleCosts, measure
-from weft.planner.simulate.order_costs import MeshOrder, mesh_order, placed
+from weft.planner.simulate.order_costs import MeshOrder, crossing_shares, mesh_order, placed
 from weft.planner.simulate.placed_steps import PlacedSteps
 from weft.planner.simulate.predict import predict_measured
 from weft.planner.simulate.speeds import Speeds
@@ -72,6 +73,24 @@ def test_a_tensor_axis_across_nodes_is_named_with_its_bytes_and_the_better_order
     assert "tp2 is on 2 nodes and sends " in found.note
     assert found.note.endswith('--mesh "dp4 tp2" keeps it inside')
     assert "\n" not in found.note
+
+
+def test_messages_of_the_pipeline_cross_nodes_where_its_ranks_do() -> None:
+    roles = roles_of("pp2 dp4")
+    sent = sum(role.num_ranks * role.traffic["pp", "send"].sent_bytes for role in roles)
+    found = mesh_order(roles, SLOW_NETWORK, NodePlacement.even(8, 4))
+    assert found is not None
+    assert found.given.crossing_bytes == {"dp": 0, "pp": sent}
+    turned = mesh_order(roles, SLOW_NETWORK, NodePlacement.in_turn((4, 4)))
+    assert turned is not None
+    assert turned.given.crossing_bytes["pp"] == 0
+
+
+def test_a_ring_leaves_each_node_once_and_an_all_to_all_for_each_member_elsewhere() -> None:
+    nodes = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [2, 2, 2, 2], [0, 1, 2, 3]])
+    assert crossing_shares("all_reduce", nodes).tolist() == [0.5, 0.5, 0.0, 1.0]
+    assert crossing_shares("all_to_all", nodes).tolist() == [2 / 3, 1.0, 0.0, 1.0]
+    assert crossing_shares("send", nodes[:, 1:3]).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_a_right_order_has_no_note() -> None:

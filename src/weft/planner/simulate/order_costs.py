@@ -151,7 +151,7 @@ def _costs(
         for (axis, op, group), sent_bytes in _sent_bytes(steps, role).items():
             along = nodes[steps.in_all_lanes(group)]
             most[axis] = max(most[axis], int(num_distinct(along).max()))
-            share = float(_crossing_shares(op, along).mean())
+            share = float(crossing_shares(op, along).mean())
             crossing[axis] += round(role.num_ranks * share * sent_bytes)
     step_s = steps.slowest(placement).total_s
     return OrderCosts(order.text, step_s, dict(most), dict(crossing))
@@ -186,20 +186,20 @@ def _operations(role: RoleCosts) -> Iterator[tuple[Operation, int]]:
             yield op, 1
 
 
-def _crossing_shares(op: Op, nodes: Numbers) -> NDArray[np.float64]:
-    """Of what a rank sends, the share that goes to another node, on average over its group: of a ring
-    once for each node, of an all-to-all what is for members elsewhere.
+def crossing_shares(op: Op, nodes: Numbers) -> NDArray[np.float64]:
+    """Of what a rank sends, the share that goes to another node: of a ring once for each node, on
+    average over its members, of an all-to-all what is for members elsewhere.
 
     Args:
-        nodes: of the members of a group, a row for each lane.
+        nodes: of the members of a group, the sender first, a row for each lane.
     """
     num_members = nodes.shape[1]
     num_nodes = num_distinct(nodes)
     if op == "send":
         return (num_nodes > 1).astype(np.float64)
     if op == "all_to_all":
-        together = (nodes[:, :, None] == nodes[:, None, :]).sum(axis=(1, 2)) / num_members
-        elsewhere: NDArray[np.float64] = (num_members - together) / max(1, num_members - 1)
+        num_elsewhere = np.count_nonzero(nodes != nodes[:, :1], axis=1)
+        elsewhere: NDArray[np.float64] = num_elsewhere / max(1, num_members - 1)
         return elsewhere
     ring: NDArray[np.float64] = np.where(num_nodes > 1, num_nodes, 0) / num_members
     return ring
