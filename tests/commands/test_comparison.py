@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 
 from tests.planner.test_step_costs import run_of
 from weft.cli import main
-from weft.config.hardware import find_hardware
+from weft.config.hardware import Hardware, find_hardware
 from weft.config.keys import flatten
 from weft.config.load import load
 from weft.config.lora import adapter_flops
 from weft.config.run import plan_of
 from weft.core.model_config import weight_flops
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK
 from weft.layout.utilization import ALL_TRAINED, Utilization, model_flops
 from weft.models import FAMILIES
@@ -35,6 +37,7 @@ from weft.start.comparison import (
     start_prediction,
 )
 
+SLOW_NETWORK = replace(find_hardware("h100"), network_gb_s=0.05)
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
 ANSWER = {
     "hardware": "a device",
@@ -95,6 +98,32 @@ def test_one_event_compares_the_first_steps_with_the_prediction() -> None:
 def test_a_step_outside_the_range_is_said_to_be() -> None:
     text = events_of(comparison(Answered(ANSWER)), 5, step_s=1.5)[-1]["text"]
     assert "OUTSIDE the range" in text
+
+
+def test_what_is_wrong_with_the_order_of_axes_is_said_as_soon_as_it_is_predicted() -> None:
+    text = "mesh order: a step takes 1.8 times as long"
+    bad_order = Answered({**ANSWER, "mesh_order": text}, after=1)
+    told = MeasuredAndPredicted(UTILIZATION, bad_order, None, last_step=9, awaits_order=True)
+    kinds = [(event["event"], event.get("text")) for event in events_of(told, 3)]
+    assert kinds == [("step", None), ("step", None), ("note", text), ("step", None)]
+    right = MeasuredAndPredicted(UTILIZATION, Answered(ANSWER), None, 9, awaits_order=True)
+    assert {event["event"] for event in events_of(right, 3)} == {"step"}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "start"),
+    [
+        (SLOW_NETWORK, "mesh order: a step takes"),
+        (replace(SLOW_NETWORK, network_gb_s=0.0), "mesh order: tp2 is on 2 nodes, and dp4, which"),
+    ],
+)
+def test_ranks_of_a_launcher_on_several_nodes_have_their_order_predicted(
+    hardware: Hardware, start: str
+) -> None:
+    run = run_of("--mesh tp2,dp4 --batch.global_size 16")
+    assert predicted(run, hardware, NodePlacement.even(8, 4))["mesh_order"].startswith(start)
+    assert "mesh_order" not in predicted(run, hardware, NodePlacement.even(8, 8))
+    assert "mesh_order" not in predicted(run, hardware)
 
 
 def test_the_last_step_waits_for_the_prediction() -> None:
@@ -185,7 +214,7 @@ def test_the_prediction_is_for_the_precision_of_the_run() -> None:
     started: list[Any] = []
 
     def start(predict: partial[Any], niceness: int) -> RunningAnswer:
-        _, hardware = predict.args
+        _, hardware, _ = predict.args
         started.append(hardware)
         return AnswerHere({})
 

@@ -145,6 +145,14 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert not out.exists()
 
 
+def test_a_bad_order_of_axes_on_the_nodes_of_the_job_is_noted(tmp_path, capsys):
+    words = ["launch", "slurm", "--dry-run", "--nodes", "2", "--out", str(tmp_path / "run")]
+    assert main([*words, "--mesh", "tp2 dp2"]) == 0
+    assert "note: mesh order: tp2 is on 2 nodes, and dp2" in capsys.readouterr().out
+    assert main([*words, "--mesh", "dp2 tp2"]) == 0
+    assert "mesh order" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("script", [GOLDEN / "slurm.sh", SPARE_SCRIPT])
 def test_the_batch_script_is_valid_bash(script):
     subprocess.run(["bash", "-n", str(script)], check=True)

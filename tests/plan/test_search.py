@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,15 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import Prediction
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
-from weft_plan.search.candidates import Space, candidates, factorizations, nearest_devices
+from weft_plan.search.candidates import (
+    Candidates,
+    LayoutGroup,
+    PipelineChoice,
+    Space,
+    candidates,
+    factorizations,
+    nearest_devices,
+)
 from weft_plan.search.found_layouts import (
     Found,
     FoundLayouts,
@@ -75,6 +84,23 @@ def test_the_tensor_axis_is_innermost() -> None:
     found = candidates(LayoutKeys.of(run_of(SMALL)), Space(8, 4))
     for group in found.groups:
         assert "tp" not in group.base.mesh.split(" ")[:-1]
+
+
+def test_no_order_of_a_proposed_mesh_is_better() -> None:
+    """Also where the search does not try it: the tensor axis is not innermost in it."""
+    hardware = replace(find_hardware("h100"), node=4, network_gb_s=0.05)
+    costs = LayoutCosts(MeasuredRun.of(run_of(SMALL)), Speeds(hardware))
+    bad = Layout((("tp", 2), ("dp", 4)))
+    found = Candidates([LayoutGroup(bad, (PipelineChoice("1f1b", 1),), (0,))], Counter())
+
+    def proposed(*, reorders: bool) -> Found:
+        limits = SearchLimits(hardware.memory_bytes, has_front=False, reorders=reorders)
+        return search(found, costs, limits, target="time").best[0]
+
+    entry = proposed(reorders=True)
+    assert entry.layout.mesh == "dp4 tp2"
+    assert entry.seconds < proposed(reorders=False).seconds
+    assert costs.in_best_order(entry.layout) is entry.layout
 
 
 def test_copies_of_sharded_states_are_on_other_nodes() -> None:
@@ -256,6 +282,7 @@ def narrow_costs(words: str = "") -> LayoutCosts:
         "pp2 dp4 zero3 interleavedx4 micro1",
         "pp4 dp2 zero3 zbv recompute-full micro1",
         "pp4 dp2 zero1 split-0-4-4-0 micro1",
+        "cp4 dp4 micro1",  # of a ring over two nodes, ranks 0 and 4 are on one
         "pp2 dp4 zero1 interleavedx2 split-0-4-4-0 micro1",
         "pp2 dp2 zero1 interleavedx2 split-0-4-4-0 micro1",  # half of its micro-batches are played
         "pp2 dp4 zero1 zbv recompute-full micro1",

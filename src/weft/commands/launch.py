@@ -22,6 +22,7 @@ from weft.config.optimizers import is_user_class
 from weft.config.rules.checks import CheckTable
 from weft.config.run import Run
 from weft.config.user_code import is_reference
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
 from weft.launchers.catalog import ENGINES
 from weft.launchers.job import (
@@ -36,6 +37,7 @@ from weft.launchers.job import (
     size_faults,
     text_faults,
 )
+from weft.layout.mesh_order import order_problem
 from weft.start.checked_run import load_checked_run
 from weft.start.preflight import with_local_folder
 from weft.start.rules.start_checks import data_checks, folder_checks
@@ -90,6 +92,10 @@ def launch(words: Sequence[str]) -> int:
     command = engine.submit(job.folder / first_name, options)
     files = {CONFIG: job.config, **engine_files}
     print_result(text_of_files(job.folder, files))
+    placement = NodePlacement.even(run.device_mesh.size, job.ranks_per_node)
+    note = order_problem(run.device_mesh, placement)
+    if note:
+        print_result(f"note: {note}")
     if options.dry_run:
         again = [word for word in words if word.partition("=")[0] not in DRY_RUN]
         line = shlex.join(["weft", "launch", *again])

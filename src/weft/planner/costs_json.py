@@ -32,6 +32,8 @@ def costs_json(costs: RunCosts) -> dict[str, Any]:
             "left_bytes": hardware.memory_bytes - peak,
         }
         fields["time"] = _time_json(costs.prediction)
+    if costs.order is not None:
+        fields["mesh_order"] = costs.order.to_dict()
     return fields
 
 

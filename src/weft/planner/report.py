@@ -39,6 +39,8 @@ def costs_text(costs: RunCosts) -> str:
     ]
     if costs.prediction is not None:
         lines.extend(prediction_lines(costs.prediction))
+    if costs.order is not None and costs.order.note:
+        lines.extend(_wrapped([f"  {costs.order.note}"]))
     lines.extend(check_lines(costs.check))
     return "\n".join(lines)
 

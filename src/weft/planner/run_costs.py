@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.hardware import Hardware
+from weft.core.node_placement import NodePlacement
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.measure.recorder import CallRecorder
 from weft.planner.measure.roles import RoleCosts, measure, worst_load
+from weft.planner.simulate.order_costs import MeshOrder, mesh_order
 from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.world.world_check import WorldCheck, check_recorded, record_world
@@ -23,12 +25,14 @@ class RunCosts:
         worst: with all tokens on one rank of each expert-parallel group; () without such groups.
         check: of the collectives of the whole world.
         prediction: of the step on a device; None if no device is named.
+        order: of the axes on nodes of that device; None where one node has all ranks.
     """
 
     roles: tuple[RoleCosts, ...]
     worst: tuple[RoleCosts, ...]
     check: WorldCheck
     prediction: Prediction | None
+    order: MeshOrder | None
 
     @property
     def fullest(self) -> RoleCosts:
@@ -49,12 +53,14 @@ def run_costs(run: MeasuredRun, hardware: Hardware | None) -> RunCosts:
     def record_rank(rank: int) -> RankStep:
         return measure_rank(run, rank, recorder_type=CallRecorder)
 
-    prediction = None
+    prediction = order = None
     if hardware is not None:
         prediction = predict_measured(roles, Speeds(hardware))
+        order = mesh_order(roles, hardware, NodePlacement.even(run.plan.mesh.size, hardware.node))
     return RunCosts(
         roles=roles,
         worst=worst,
         check=check_recorded(record_world(roles, record_rank)),
         prediction=prediction,
+        order=order,
     )

@@ -10,7 +10,6 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.errors import counted, printable
-from weft.report.mesh_order import order_problem
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import number
 from weft.view.progress import loss_unit
@@ -120,11 +119,11 @@ def _speed(run: RunRecord) -> ReportAnswer:
     if math.isfinite(mfu := run.typical("mfu")):
         lines.append(f"MFU {percent(mfu)}: {mfu_text(run)}")
     slow = [mark.text for mark in run.marks if mark.kind == "straggler"]
-    per_host = run.start.get("ranks_per_host")
-    if isinstance(per_host, int):
-        problem = order_problem(str(run.start.get("layout", "")), per_host)
-        slow = [*slow[:MOST_LINES], *filter(None, [problem])]
-    lines.extend((*slow[: MOST_LINES + 1], str(run.start.get("schedule") or "")))
+    slow = slow[:MOST_LINES]
+    problem = run.start.get("mesh_order") or run.prediction.get("mesh_order")
+    if problem:
+        slow.append(str(problem))
+    lines.extend((*slow, str(run.start.get("schedule") or "")))
     text = f"{count(run.typical_speed)} {run.unit}/s"
     shown = tuple(printable(line) for line in lines if line)
     return ReportAnswer("How fast is it?", text, "bad" if slow else "plain", shown)

@@ -19,7 +19,9 @@ from typing import Literal
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.keys import Flat
 from weft.config.run import Run, hardware_of, plan_of
+from weft.core.node_placement import NodePlacement
 from weft.errors import WeftError, counted
+from weft.layout.mesh_order import order_problem
 from weft.layout.plan import Plan
 from weft.layout.utilization import AdapterFlops, Utilization
 from weft.run.forked_answer import Answer, ForkedAnswer, RunningAnswer, StartAnswer
@@ -38,18 +40,25 @@ PATIENCE_S = 10.0
 """Time that the last step of a run waits for its prediction."""
 
 
-def start_prediction(run: Run, start_answer: StartAnswer = ForkedAnswer) -> RunningAnswer | None:
-    """Start the prediction of a run whose hardware is named; None where none is."""
+def start_prediction(
+    run: Run, start_answer: StartAnswer = ForkedAnswer, *, placement: NodePlacement | None = None
+) -> RunningAnswer | None:
+    """Start the prediction of a run whose hardware is named; None where none is.
+
+    Args:
+        placement: of the ranks on nodes; None where no launcher has started them, or it is not known.
+    """
     hardware = hardware_of(run)
     if hardware is None:
         return None
-    return start_answer(partial(predicted, run, hardware), niceness=NICENESS)
+    return start_answer(partial(predicted, run, hardware, placement), niceness=NICENESS)
 
 
-def predicted(run: Run, hardware: Hardware) -> Answer:
+def predicted(run: Run, hardware: Hardware, placement: NodePlacement | None = None) -> Answer:
     """The prediction of a run as JSON, or the reason why there is none."""
     from weft.planner.measure.measured_run import MeasuredRun  # late: most runs predict nothing
     from weft.planner.measure.roles import measure, size_problem
+    from weft.planner.simulate.order_costs import has_links, mesh_order
     from weft.planner.simulate.predict import predict_measured
     from weft.planner.simulate.site_costs import site_costs
     from weft.planner.simulate.speeds import Speeds
@@ -58,7 +67,8 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
     if problem:
         return {"failure": f"too large to be measured: {problem}"}
     roles = measure(MeasuredRun.of(run))
-    prediction = predict_measured(roles, Speeds(hardware))
+    known = placement if placement is not None and has_links(hardware, placement) else None
+    prediction = predict_measured(roles, Speeds(hardware, known))
     answer = {
         "hardware": hardware.label,
         "source": hardware.efficiency.source,
@@ -73,6 +83,11 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
     if sites is not None:
         answer["outer_every"] = run.site.every
         answer["outer_s"] = sites.exposed_s
+    if placement is not None:
+        order = mesh_order(roles, hardware, placement)
+        note = order_problem(run.device_mesh, placement) if order is None else order.note
+        if note:
+            answer["mesh_order"] = note
     return answer
 
 
@@ -88,6 +103,7 @@ class MeasuredAndPredicted:
         last_step: of the run.
         step_times: of timed steps, without waits for other sites.
         outer_waits: for other sites, in timed steps with an exchange or an outer step.
+        awaits_order: whether a note on the order of the mesh's axes may follow from the prediction.
     """
 
     utilization: Utilization | None
@@ -98,14 +114,16 @@ class MeasuredAndPredicted:
     outer_waits: list[float] = field(default_factory=list)
     num_steps: int = 0
     rank_0_bytes: int = 0
+    awaits_order: bool = False
 
-    def with_machine(self, event: Event, *, ranks_per_host: int) -> Event:
-        """The event; the `run` event with the ranks of a machine, and what MFU is a share of, where
-        steps will have it.
+    def with_machine(self, event: Event, *, mesh_order: str) -> Event:
+        """The event; the `run` event with what is wrong with the order of its mesh's axes, and what
+        MFU is a share of, where steps will have it.
         """
         if event["event"] != "run":
             return event
-        event = {**event, "ranks_per_host": ranks_per_host}
+        if mesh_order:
+            event = {**event, "mesh_order": mesh_order}
         if self.utilization is None:
             return event
         return {
@@ -126,6 +144,7 @@ class MeasuredAndPredicted:
         if is_timed and self.utilization is not None:
             event = {**event, "mfu": self.utilization.mfu(event["step_s"])}
         yield event
+        yield from self._order_notes()
         if is_timed:
             self._note_time(event)
         if len(self.step_times) < TIMED_STEPS or self.prediction is None:
@@ -135,6 +154,15 @@ class MeasuredAndPredicted:
         if answer is not None:
             self.prediction = None
             yield self._comparison(event, answer)
+
+    def _order_notes(self) -> Iterator[Event]:
+        """What the prediction says of the order of the mesh's axes, as soon as it is there."""
+        answer = self.prediction.poll() if self.awaits_order and self.prediction else None
+        if answer is None:
+            return
+        self.awaits_order = False
+        if "mesh_order" in answer:
+            yield {"event": "note", "text": answer["mesh_order"]}
 
     def _record_allocations(self) -> None:
         """The second step is recorded: the first one allocates what is kept, later ones are timed."""
@@ -228,6 +256,7 @@ def comparison_of(
     prediction: RunningAnswer | None,
     allocator: AllocatorPeak | None,
     last_step: int,
+    awaits_order: bool = False,
 ) -> MeasuredAndPredicted:
     """The comparison of a run.
 
@@ -235,13 +264,15 @@ def comparison_of(
         hardware: as in the config.
         adapted: FLOPs of frozen weights and adapters.
         cuda_name: of the rank's CUDA device; None on the CPU, which has no peak in the table.
-        allocator, last_step: see `MeasuredAndPredicted`.
+        allocator, last_step, awaits_order: see `MeasuredAndPredicted`.
     """
     device = _device(hardware, cuda_name)
     utilization = None
     if device is not None:
         utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops, adapted=adapted)
-    return MeasuredAndPredicted(utilization, prediction, allocator, last_step)
+    return MeasuredAndPredicted(
+        utilization, prediction, allocator, last_step, awaits_order=awaits_order
+    )
 
 
 def slow_compute_note(config: Flat, cuda_name: str) -> str:

@@ -20,13 +20,16 @@ from weft.config.profiled_steps import profiled_steps
 from weft.config.run import Run
 from weft.config.schema import AlertConfig, TrackerName
 from weft.core.mesh import Mesh
+from weft.core.node_placement import NodePlacement
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
+from weft.layout.mesh_order import order_problem
 from weft.layout.utilization import AdapterFlops
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
+from weft.run.launcher_nodes import placement_of
 from weft.run.numerics import expand_segments, numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
@@ -155,7 +158,8 @@ def _train(
     records = RecordFolder(out, run.save.remote)
     stop_request = caller or StopRequest()
     has_rank_0 = world is None or world.rank == 0
-    prediction = start_prediction(run, start_answer) if has_rank_0 else None
+    placement = _placement(world, run.device_mesh)
+    prediction = start_prediction(run, start_answer, placement=placement) if has_rank_0 else None
     job = RankJob(
         device=run.device,
         mesh=run.device_mesh,
@@ -163,6 +167,7 @@ def _train(
         hardware=run.hardware,
         adapted=adapter_flops(run.lora, run.model, run.data.seq_len),
         prediction=prediction,
+        placement=placement,
         proof=proof,
         live=LiveProof.of(run, os.environ),
         profiled=profiled_steps(run.profile),
@@ -219,6 +224,13 @@ def _train(
     return code
 
 
+def _placement(world: World | None, mesh: Mesh) -> NodePlacement | None:
+    """Where the ranks of a launcher are, if there are as many as the mesh has."""
+    if world is None or world.size != mesh.size:
+        return None
+    return placement_of(os.environ, world)
+
+
 def data_identity(run: Run) -> DataIdentity:
     """The identity of the data files that the checks before the start have verified."""
     return DataIdentity.of(
@@ -245,6 +257,7 @@ class RankJob:
         hardware: name or file of a device, for MFU.
         adapted: FLOPs of frozen weights and adapters, for MFU.
         prediction: of the run, read by rank 0.
+        placement: of the ranks on nodes; None where it is not known, or no launcher has started them.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
         live: which steps are compared while they train.
         profiled: numbers of the steps that are recorded.
@@ -265,6 +278,7 @@ class RankJob:
     hardware: str | None
     adapted: AdapterFlops
     prediction: RunningAnswer | None
+    placement: NodePlacement | None
     proof: RunningProof | Verdict | None
     live: LiveProof
     profiled: range
@@ -348,8 +362,13 @@ def train_rank(
         if world.rank == 0:
             comparison = _comparison(job, training, device)
             with_more = comparison.events
+            mesh_order = ""
+            if job.placement is not None and job.prediction is None:
+                mesh_order = order_problem(job.mesh, job.placement)
+                if mesh_order:
+                    log.emit({"event": "note", "text": mesh_order})
             opening_events = (
-                comparison.with_machine(event, ranks_per_host=world.local_size)
+                comparison.with_machine(event, mesh_order=mesh_order)
                 for event in training.opening_events
             )
             training = replace(training, opening_events=tuple(opening_events))
@@ -429,6 +448,7 @@ def _comparison(job: RankJob, training: Training, device: torch.device) -> Measu
         prediction=job.prediction,
         allocator=allocator,
         last_step=training.step_range.total,
+        awaits_order=job.placement is not None,
     )
 
 

@@ -3,13 +3,14 @@
 An event is a flat dict with an "event" key:
 
     run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
-            seq_len, batch_size, out, ranks_per_host; where steps have mfu: model_flops (of a step), peak_tflops (of a
-            device), mfu_text
+            seq_len, batch_size, out; mesh_order (where the order of the axes is bad on the nodes); where steps have mfu:
+            model_flops (of a step), peak_tflops (of a device), mfu_text
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
             skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it), mfu (model FLOPs as a
             share of the devices' bfloat16 peak, 0 to 1; from the third step on where the peak is known)
     prediction  once, after the first steps of a run with `hardware`: hardware, source (of its constants), step_s, low_s,
-            high_s, peak_bytes, rank_0_peak_bytes, stage_peak_bytes (predicted); measured_s, measured_bytes (of memory_of); text
+            high_s, peak_bytes, rank_0_peak_bytes, stage_peak_bytes, mesh_order (predicted); measured_s, measured_bytes
+            (of memory_of); text
     eval    step, loss (mean over all targets), perplexity (not of preference pairs), tokens (targets, or pairs), seconds: on
             validation data
     proof   verdict (equal, different, unknown), text, reason (where it is not equal); of a step that was compared: step, and what

@@ -42,6 +42,8 @@ def _body(fields: Fields, title: str, layout: str) -> Iterator[str]:
     yield from _traffic(_busiest(fields["roles"]))
     if "time" in fields:
         yield from _time(fields["time"])
+    if fields.get("mesh_order", {}).get("note"):
+        yield f"<p>{escape(fields['mesh_order']['note'])}</p>"
     yield "<h2>Layout</h2>"
     yield f"<pre>{escape(layout)}</pre>"
 

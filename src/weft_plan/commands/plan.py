@@ -127,7 +127,8 @@ def _search(
     costs = searched.costs()
     rates = Rates(options.price_usd_h or hardware.price_usd_h, options.power_w or hardware.power_w)
     capacity = (1 - options.headroom) * hardware.memory_bytes
-    limits = SearchLimits(capacity, options.measured, options.seconds)
+    reorders = "mesh" not in searched.pinned
+    limits = SearchLimits(capacity, options.measured, options.seconds, reorders=reorders)
     progress = _show_progress if sys.stderr.isatty() else None
     result = search(found, costs, limits, target=options.target, progress=progress)
     if progress is not None:

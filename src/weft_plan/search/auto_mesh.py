@@ -51,7 +51,7 @@ def rank_meshes(
     layouts = [layout for group in found.groups for layout in group]
     if run.plan.schedule_lines or _are_few_and_small(run, layouts):
         return _rank_all(run, layouts, speeds, memory_bytes)
-    limits = SearchLimits(memory_bytes, MOST_MEASURED, has_front=False, splits=False)
+    limits = SearchLimits(memory_bytes, MOST_MEASURED, has_front=False, splits=False, reorders=True)
     costs = LayoutCosts(run, speeds)
     result = search(found, costs, limits, target="time")
     least_bytes = None

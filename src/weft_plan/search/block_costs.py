@@ -106,8 +106,7 @@ class BlockMeasurements:
         key = layout.sharding, layout.strides
         known = self._blocks.get(key)
         if known is None:
-            strides = dict(layout.strides)
-            known = self._costs_of(self._measure(layout), strides)
+            known = self._costs_of(self._measure(layout), layout)
             self._blocks[key] = known
         return known
 
@@ -174,9 +173,9 @@ class BlockMeasurements:
             self._measured[sharding] = known
         return known
 
-    def _costs_of(self, measured: _MeasuredBlocks, strides: Mapping[str, int]) -> CostsByKind:
-        forwards = block_segments(_placed(measured.forward, strides))
-        backwards = block_segments(_placed(measured.backward, strides))
+    def _costs_of(self, measured: _MeasuredBlocks, layout: Layout) -> CostsByKind:
+        forwards = block_segments(_placed(measured.forward, layout))
+        backwards = block_segments(_placed(measured.backward, layout))
         found = {}
         for name in measured.names:
             forward = forwards.get(name, BlockSegments(name))
@@ -257,8 +256,9 @@ def first_regions(step: RankStep) -> dict[str, RecordedRegion]:
     return regions
 
 
-def _placed(region: RecordedRegion, strides: Mapping[str, int]) -> RecordedRegion:
-    """The region with the groups of some axes at other distances."""
+def _placed(region: RecordedRegion, layout: Layout) -> RecordedRegion:
+    """The region with the groups of some axes at the distances of a layout."""
+    strides = dict(layout.strides)
     moved: dict[int, Operation] = {}
     events: list[Event] = []
     for event in region.events:
@@ -268,15 +268,17 @@ def _placed(region: RecordedRegion, strides: Mapping[str, int]) -> RecordedRegio
         op = event.op
         identity = id(op)
         if identity not in moved:
-            moved[identity] = _strided(op, strides[op.axis])
+            moved[identity] = _strided(op, strides[op.axis], layout.degree(op.axis))
         kind = Started if isinstance(event, Started) else Ended
         events.append(kind(moved[identity]))
     return replace(region, events=events)
 
 
-def _strided(op: Operation, stride: int) -> Operation:
-    """The operation over as many ranks, at this distance from each other."""
-    places = range(len(op.group))
+def _strided(op: Operation, stride: int, degree: int) -> Operation:
+    """The operation over as many ranks, at this distance from each other; a message is between the
+    ends of its ring, which are on different nodes where any neighbours are.
+    """
+    places = (0, degree - 1) if op.is_p2p else range(len(op.group))
     group = tuple(place * stride for place in places)
     return replace(op, group=group)
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.core.zero_stages import ZERO_THAT_GATHERS, ZERO_THAT_REDUCES_EACH
-from weft.planner.simulate.region_costs import Link, link_of
-from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.speeds import Link, Speeds
 from weft_plan.search.layout_choice import Layout
 from weft_plan.search.layout_stages import BlockParams
 from weft_plan.search.zero_costs import ParamCost, Part, ZeroCosts, ZeroMeasurements
@@ -162,7 +161,9 @@ class DataCosts:
         [Copies of shards].
         """
         sent = self._sent_of(layout, part, params)
-        if sent.copies and self._link_of(layout.copies_group) != self._link_of(layout.data_group):
+        if sent.copies and self._speeds.link_of(layout.copies_group) != self._speeds.link_of(
+            layout.data_group
+        ):
             return max(sent.dense + sent.experts, sent.copies)
         return sent.one_after_the_other
 
@@ -172,12 +173,9 @@ class DataCosts:
         groups = (layout.data_group, layout.expert_group, layout.copies_group)
         by_link: dict[Link, float] = {}
         for group, seconds in zip(groups, sent, strict=True):
-            link = self._link_of(group)
+            link = self._speeds.link_of(group)
             by_link[link] = by_link.get(link, 0.0) + seconds
         return max(by_link.values())
-
-    def _link_of(self, group: tuple[int, ...]) -> Link:
-        return link_of(group, node=self._speeds.hardware.node)
 
     def _sent_of(self, layout: Layout, part: Part, params: BlockParams) -> SentSeconds:
         key = (part, layout.zero, layout.degrees, params.total, params.experts, params.num_blocks)

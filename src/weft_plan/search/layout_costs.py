@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
 from weft.core.model_config import BlockSpec
+from weft.core.node_placement import NodePlacement
 from weft.core.zero_stages import MAX_UNDER_WAY, ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.ep import AXIS as EP
@@ -29,6 +31,7 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.measure.repeated import can_be_repeated, measure_repeated
 from weft.planner.measure.roles import role_costs
+from weft.planner.simulate.order_costs import EQUAL, mesh_order
 from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
@@ -152,6 +155,16 @@ class LayoutCosts:
             self._predictions[layout] = predict_measured(roles, self.speeds)
             self.num_measured += 1
         return self._predictions[layout]
+
+    def in_best_order(self, layout: Layout) -> Layout:
+        """The layout with its axes in the order of the least predicted step."""
+        hardware = self.speeds.hardware
+        roles = self.predict(layout).roles
+        placement = NodePlacement.even(roles[0].step.plan.mesh.size, hardware.node)
+        order = mesh_order(roles, hardware, placement)
+        if order is None or order.factor < EQUAL:
+            return layout
+        return replace(layout, degrees=Mesh.parse(order.best.mesh).axes)
 
     def can_be_measured(self, layout: Layout) -> bool:
         """Whether that takes seconds: blocks may be left out, or there are few."""

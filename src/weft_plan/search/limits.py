@@ -40,6 +40,7 @@ class SearchLimits:
         seconds: for all; None: no limit. See Note [Time limit].
         has_front: whether a Pareto front of time and memory is looked for.
         splits: whether the layers of pipeline stages are searched.
+        reorders: whether a measured layout may take an order of its axes that is not searched.
     """
 
     memory_bytes: float
@@ -47,6 +48,7 @@ class SearchLimits:
     seconds: float | None = None
     has_front: bool = True
     splits: bool = True
+    reorders: bool = False
 
 
 class Clock:

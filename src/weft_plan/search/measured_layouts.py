@@ -102,7 +102,14 @@ class LayoutMeasurements:
             return
         self.report(f"measuring {layout.mesh}")
         begin_s = self.clock.elapsed_s
-        found = Found(layout, self.costs.predict(layout), entry)
+        simulated: Simulated | None = entry
+        if self.limits.reorders:
+            layout = self.costs.in_best_order(layout)
+        if layout != entry.layout:
+            simulated = None
+            if any(layout == known.layout for known in self.result.best):
+                return
+        found = Found(layout, self.costs.predict(layout), simulated)
         self.clock.note(begin_s)
         self.peak_ratios.note(entry, found.peak_bytes)
         if found.peak_bytes > self.limits.memory_bytes:

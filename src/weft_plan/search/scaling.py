@@ -64,6 +64,7 @@ def scaling(
             seconds=None if seconds is None else seconds / len(sizes),
             has_front=False,
             splits=False,
+            reorders=True,
         )
         space = Space(size, costs.speeds.hardware.node, pinned - {"mesh"})
         tried = candidates(keys.with_batch(batch), space)

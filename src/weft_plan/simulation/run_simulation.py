@@ -11,6 +11,7 @@ from weft.core.mesh import WIDTH
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import RoleCosts, measure
 from weft.planner.report import time_lines
+from weft.planner.simulate.placed_steps import on_slowest_lane
 from weft.planner.simulate.site_costs import SiteCosts, site_costs, site_json, site_text
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.step_time import StepTime, step_time
@@ -122,12 +123,13 @@ def simulate_on(
         PlanError: the run is too large to be measured.
     """
     roles = measure(run)
-    step = step_time(roles, speeds)
+    of_lane = on_slowest_lane(roles, speeds)
+    step = step_time(roles, of_lane)
     replicas = replicas_of(roles)
     slow = slow or {}
     slowed = None
     if slow:
-        slowed = _slowest_replica(roles, speeds, replicas, slow)
+        slowed = _slowest_replica(roles, of_lane, replicas, slow)
     inner_s = (slowed or step).total_s
     distribution = None
     if jitter is not None:

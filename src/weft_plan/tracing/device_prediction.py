@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure
+from weft.planner.simulate.placed_steps import on_slowest_lane
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.step_time import step_time
 from weft_plan.tracing.step_prediction import StepPrediction
@@ -15,7 +16,8 @@ def predict_on_device(run: MeasuredRun, speeds: Speeds) -> StepPrediction:
     Raises:
         PlanError: the run is too large to be measured on the meta device.
     """
-    step = step_time(measure(run), speeds)
+    roles = measure(run)
+    step = step_time(roles, on_slowest_lane(roles, speeds))
     return StepPrediction(
         source=speeds.hardware.label,
         timeline=step.whole_timeline,

@@ -27,7 +27,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.planner.simulate.region_costs import CommOp, Link
+from weft.planner.simulate.region_costs import CommOp
+from weft.planner.simulate.speeds import Link
 
 ROUNDING = 1e-12
 """Share of an operation below which what is left of it is a rounding error."""

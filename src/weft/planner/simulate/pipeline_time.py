@@ -19,8 +19,9 @@ from typing import Any, Generic
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.played_actions import ActionKey, action_keys
 from weft.planner.simulate.link_replay import Carried, LinkMessage, whole_ticks
-from weft.planner.simulate.region_costs import Link, RegionCosts
+from weft.planner.simulate.region_costs import RegionCosts
 from weft.planner.simulate.region_time import RegionTime, replay
+from weft.planner.simulate.speeds import Link
 from weft.schedule import engine
 from weft.schedule.actions import Table
 from weft.schedule.engine import PlayOrder, Time

@@ -9,6 +9,7 @@ from weft.core.interval import Interval
 from weft.layout.utilization import Utilization
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import RoleCosts, measure
+from weft.planner.simulate.placed_steps import on_slowest_lane
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.step_time import StepTime, step_time
 
@@ -66,7 +67,7 @@ def predict(run: MeasuredRun, speeds: Speeds) -> Prediction:
 
 def predict_measured(roles: Sequence[RoleCosts], speeds: Speeds) -> Prediction:
     """Predict the step of a run that has been measured."""
-    step = step_time(roles, speeds)
+    step = step_time(roles, on_slowest_lane(roles, speeds))
     seconds = step.total_s
     return Prediction(
         roles=tuple(roles),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from weft.comm.observe import Operation
 from weft.core.dimension import pipeline_axis
 from weft.planner.measure.kernels import KernelLaunch
 from weft.planner.measure.recorder import Ended, RecordedRegion, Started
-from weft.planner.simulate.speeds import Speeds
-
-Link = Literal["node", "network"]
+from weft.planner.simulate.speeds import Link, Speeds
 
 
 class CommOp(NamedTuple):
@@ -81,13 +78,6 @@ class RegionCosts:
     overlap_slowdown: float = 0.0
 
 
-def link_of(group: Iterable[int], *, node: int) -> Link:
-    """The link that an operation of these ranks uses; see Note [Shared links] in
-    `link_replay`."""
-    nodes = {rank // node for rank in group}
-    return "node" if len(nodes) == 1 else "network"
-
-
 class CostTable:
     """Seconds of kernels and operations on a device, each computed once."""
 
@@ -110,7 +100,7 @@ class CostTable:
             name=op.op,
             axis=op.axis,
             lane=self._lane(op),
-            link=link_of(op.group, node=self.speeds.hardware.node),
+            link=self.speeds.link_of(op.group),
             seconds=self.speeds.operation_s(op),
         )
 

@@ -17,22 +17,32 @@ Note [Time of work]
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from weft.comm.backends import policy_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
+from weft.core.node_placement import NodePlacement
 from weft.planner.measure.kernels import KernelBatch, KernelLaunch
 
 TERA = 1e12
 
+Link = Literal["node", "network"]
+
 
 @dataclass(frozen=True)
 class Speeds:
-    """Times of work on a device, by its figures and its efficiency."""
+    """Times of work on a device, by its figures and its efficiency.
+
+    Attributes:
+        placement: of the ranks; None: each node has the ranks that the hardware says, in order.
+    """
 
     hardware: Hardware
+    placement: NodePlacement | None = None
 
     @property
     def efficiency(self) -> Efficiency:
@@ -78,12 +88,22 @@ class Speeds:
         members = len(op.group)
         if members < 2:
             return 0.0
-        node = self.hardware.node
-        nodes = {rank // node for rank in op.group}
-        num_nodes = len(nodes)
+        num_nodes = self.num_nodes(op.group)
         transfer_s = self._transfer_s(op, num_nodes=num_nodes)
         latency_s = self._latency_s(op.op, members, num_nodes)
         return transfer_s + latency_s
+
+    def num_nodes(self, group: Iterable[int]) -> int:
+        """How many nodes these ranks are on."""
+        if self.placement is not None:
+            return self.placement.num_nodes(group)
+        node = self.hardware.node
+        return len({rank // node for rank in group})
+
+    def link_of(self, group: Iterable[int]) -> Link:
+        """The link that an operation of these ranks uses; see Note [Shared links] in
+        `link_replay`."""
+        return "node" if self.num_nodes(group) == 1 else "network"
 
     def _transfer_s(self, op: Operation, *, num_nodes: int) -> float:
         """Seconds in which what this rank sends is on its links."""
@@ -129,10 +149,8 @@ class Speeds:
 
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""
-        node = self.hardware.node
         share = self.efficiency
-        is_inside = sender // node == receiver // node
-        if is_inside:
+        if self.link_of((sender, receiver)) == "node":
             return num_bytes / self._link_rate(2) + share.latency_s
         return num_bytes / self._network_rate + share.network_latency_s
 

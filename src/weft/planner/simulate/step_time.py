@@ -25,7 +25,7 @@ from weft.planner.simulate.pipeline_time import (
     pipeline_order,
     play,
 )
-from weft.planner.simulate.region_costs import CostTable, RegionCosts, link_of
+from weft.planner.simulate.region_costs import CostTable, RegionCosts
 from weft.planner.simulate.region_time import replay
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.step_timeline import PhaseSpan, step_timeline
@@ -176,7 +176,7 @@ def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMess
     kind: Kind = "F" if action_class.key.kind == "F" else "B"
     act = Act(kind, action_class.stage, mb=0)
     size = boundary_bytes(plan, Transfer(act, peer))
-    link = link_of((sender, receiver), node=speeds.hardware.node)
+    link = speeds.link_of((sender, receiver))
     return StageMessage.of(link, speeds.message_s(size, sender, receiver))
 
 
