@@ -36,6 +36,7 @@ from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, OTHER_NAMES, RECORD_FIELDS, Row, detect_format
 from weft.errors import DataError, Fault
 
+TRUTH_VALUES = ("true", "false")
 UNPAIRED: RecordFormat = "unpaired"
 OTHER = "completion of another record"
 """Field that is added to unpaired records."""
@@ -216,12 +217,15 @@ class RecordReader:
             case "classify":
                 yield self._labelled(fields, where)
             case "unpaired":
-                is_desired = fields["label"]
-                if not isinstance(is_desired, bool):
-                    got, need = repr(is_desired)[:80], "true or false"
-                    raise record_fault(f"{where}: its label is no truth value", got=got, need=need)
+                label = str(fields["label"]).lower()  # a file of CSV holds texts
+                if label not in TRUTH_VALUES:
+                    got = repr(fields["label"])[:80]
+                    raise record_fault(
+                        f"{where}: its label is neither true nor false", got=got, need="true or false"
+                    )
                 for name in ("completion", OTHER):
-                    yield replace(self._completion(fields, name, where), is_desired=is_desired)
+                    text = self._completion(fields, name, where)
+                    yield replace(text, is_desired=label == "true")
             case _:
                 if fields["chosen"] == fields["rejected"]:
                     what = f"{where}: chosen and rejected are the same"
@@ -433,7 +437,7 @@ def _check_label(fields: Mapping[str, Any], where: str) -> None:
         DataError: it does.
     """
     label = fields.get("label")
-    if isinstance(label, bool) or str(label).lower() in ("true", "false"):
+    if isinstance(label, bool) or str(label).lower() in TRUTH_VALUES:
         what = (
             f"{where}: its label says whether the completion is desired (KTO), and all are trained"
         )
