@@ -221,7 +221,9 @@ class RecordReader:
                 if label not in TRUTH_VALUES:
                     got = repr(fields["label"])[:80]
                     raise record_fault(
-                        f"{where}: its label is neither true nor false", got=got, need="true or false"
+                        f"{where}: its label is neither true nor false",
+                        got=got,
+                        need="true or false",
                     )
                 for name in ("completion", OTHER):
                     text = self._completion(fields, name, where)
