@@ -70,6 +70,10 @@ LAYOUTS = {
         "--mesh pp2,cp2 --loss dpo --dpo.loss_type kto --data.format unpaired --batch.global_size 4"
         " --pipeline.schedule interleaved --pipeline.chunks 2"
     ),
+    "pp2 zbv kto": (
+        "--mesh pp2 --loss dpo --dpo.loss_type kto --data.format unpaired --batch.global_size 4"
+        " --pipeline.schedule zbv"
+    ),
     "pp2 interleaved, 2 chunks": "--mesh pp2 --pipeline.schedule interleaved --pipeline.chunks 2 --batch.global_size 4",
     "pp2 1f1b": "--mesh pp2 --batch.global_size 6",
     "pp2 zbv": "--mesh pp2 --pipeline.schedule zbv --batch.global_size 4",

@@ -144,9 +144,8 @@ class RankStep:
 
     def times_of_key(self, row: int) -> Counter[ActionKey]:
         """How often a pipeline coordinate plays each kind of action in a step."""
-        return Counter(
-            key for program in self.programs for key in action_keys(program.table, row).values()
-        )
+        keys = action_keys(self.plan.table, row)
+        return Counter(keys[act] for program in self.programs for act in program.table.rows[row])
 
     def of_equal_blocks(self, plan: Plan) -> RankStep:
         """The step with the names of another plan, whose stages have equal blocks at equal places."""

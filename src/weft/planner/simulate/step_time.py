@@ -114,7 +114,7 @@ def step_time(
     begin = max(count.total for count in counts)
     costs = [step.action(plan, action_class) for action_class in order.classes]
     if roles[0].step.estimates_kl:
-        forwards = pipeline_order(roles[0].step.programs[0].table)
+        forwards = pipeline_order(roles[0].step.programs[0].table, whole=plan.table)
         forward_costs = [step.action(plan, each) for each in forwards.classes]
         begin = max(play(forwards, forward_costs, begin=begin).last_end)
     played = play(order, costs, begin=begin)
