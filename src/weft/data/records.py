@@ -126,10 +126,10 @@ class RecordReader:
         Raises:
             DataError: a record that cannot be read.
         """
-        whole = (replace(row, fields=_without_nulls(row.fields)) for row in rows)
+        rows = (replace(row, fields=_without_nulls(row.fields)) for row in rows)
         if self.format == UNPAIRED:
-            whole = self._with_other_completions(whole)
-        for row in whole:
+            rows = self._with_other_completions(rows)
+        for row in rows:
             texts = tuple(self._texts(row.fields, row.where))
             yield RenderedRecord(texts=texts, where=row.where, at=row.at)
 

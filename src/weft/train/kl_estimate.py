@@ -1,4 +1,4 @@
-"""z0 of KTO, an estimate of the divergence from the reference model: one forward over the answers of a whole step.
+"""KTO's z0, how far the model is from its reference: estimated by a forward of all micro-batches before a step is played.
 
 See Note [Unpaired answers] in models/common/pair_losses.py. All micro-batches are needed before the
 first backward, so this is a pass of its own over the stages of the schedule, without gradient and
