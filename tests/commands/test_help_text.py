@@ -40,6 +40,20 @@ def test_compact_boxes_stay_as_they_are():
     assert compact(COMPACT) == COMPACT
 
 
+def test_choices_that_are_longer_than_a_line_stay_in_the_box():
+    broken = """\
+│ --data.format {text,auto,chat,instruction,   │
+│ prompt}           of the records             │
+│                   (default: auto)            │
+│ --out STR         folder                     │"""
+    whole = """\
+│ --data.format {text,auto,chat,instruction,   │
+│ prompt}           of the records (default:   │
+│                   auto)                      │
+│ --out STR         folder                     │"""
+    assert compact(broken) == whole
+
+
 def test_output_without_box_characters_is_compact_too():
     plain = str.maketrans("╭╮╰╯│─", "     -")
     assert compact(BOX.translate(plain)) == COMPACT.translate(plain)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.data.chat_files import MARKED, PLAIN, tokenizer_folder, write_jsonl
@@ -188,3 +189,37 @@ def test_records_of_several_formats_are_mixed(tmp_path: Path, tok: Path) -> None
     options = {"format": "auto", "seq_len": 96, "tokenizer": str(tok)}
     data = DataConfig(mix=(f"{chat}=1", f"{told}=1"), **options)
     assert open_data(data, gpt2.Config(vocab=320)).num_samples > 1
+
+
+def test_a_labelled_answer_has_the_answer_to_another_prompt_beside_it(
+    tmp_path: Path, tok: Path
+) -> None:
+    """That of the next record with another prompt, at the end of the first one. Where the answer is
+    not desired, the mask is 2, and the second document has the mark of the two.
+    """
+    answers = [("two", " plus"), ("two", " the cat"), ("what is", " seven")]
+    labels = [True, False, "false"]
+    other = [" seven", " seven", " plus"]
+    records = [
+        {"prompt": prompt, "completion": completion, "label": label}
+        for (prompt, completion), label in zip(answers, labels, strict=True)
+    ]
+    samples = opened(tmp_path, records, format="unpaired", packing="single")
+    assert (samples.facts()["answers"], samples.num_samples) == (3, 3)
+    plain = [
+        {"prompt": prompt, "completion": text}
+        for (prompt, own), another in zip(answers, other, strict=True)
+        for text in (own, another)
+    ]
+    wanted = documents(tmp_path, *plain)
+    factors = [1, 1, 2, 2, 2, 2]
+    assert masked_documents(samples) == [
+        (tokens, [factor * one for one in mask])
+        for (tokens, mask), factor in zip(wanted, factors, strict=True)
+    ]
+    for number, marked in enumerate([0, 1, 1]):
+        row = samples.read(np.array([number]))
+        assert row.documents is not None
+        assert row.pairs is not None
+        assert row.documents[row.pairs].tolist() == [marked]
+        assert row.targets[row.pairs].min() >= 0

@@ -152,6 +152,12 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
         for number in range(8)
     ]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    answers = [
+        {"prompt": f"{number} and {number} are", "completion": f" {n}", "label": n == 2 * number}
+        for number in range(8)
+        for n in (number, 2 * number)
+    ]
+    write_jsonl(tmp_path / "answers.jsonl", answers)
     words = ("negative", "positive")
     reviews = [{"text": f"a {words[n % 2]} film, {n}", "label": words[n % 2]} for n in range(8)]
     write_jsonl(tmp_path / "reviews.jsonl", reviews)

@@ -448,6 +448,8 @@ ASK = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}
 GOOD = {"messages": [ASK, ANSWER]}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+DESIRED = {"prompt": "a", "completion": "b", "label": True}
+UNDESIRED = {"prompt": "c", "completion": "d", "label": False}
 STRICT = "{% for m in messages %}\n{% if m.role == 'bot' %}{{ raise_exception('no bots') }}{% endif %}{{ m.content }}{% endfor %}"
 BLIND = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role + m.content }}{% endif %}{% endfor %}"
 LAST_ONLY = "{{ messages[-1].role }}: {{ messages[-1].content }}"
@@ -578,6 +580,30 @@ RECORDS: dict[str, RecordFile] = {
         template="",
         said="its answers do not say it",
     ),
+    "an answer without a label": RecordFile(
+        "unpaired",
+        [DESIRED, {"prompt": "c", "completion": "d"}],
+        template="",
+        said="c.jsonl:2 has no 'label', which every unpaired record has",
+    ),
+    "a label of a number": RecordFile(
+        "unpaired",
+        [DESIRED, {**UNDESIRED, "label": 1}],
+        template="",
+        said="c.jsonl:2: its label is neither true nor false (got 1; need true or false)",
+    ),
+    "labelled answers to one prompt": RecordFile(
+        "unpaired",
+        [DESIRED, {**DESIRED, "label": False}],
+        template="",
+        said="c.jsonl:1: every record has its prompt",
+    ),
+    "a labelled prompt and completion": RecordFile(
+        "prompt", [DESIRED], template="", said="Fix: --data.format unpaired --loss dpo"
+    ),
+    "labelled answers without kto": RecordFile(
+        "unpaired", [DESIRED, UNDESIRED], template="", said="Fix: --loss dpo --dpo.loss_type kto"
+    ),
     "a pair of equals": RecordFile(
         "preference",
         [PAIR, {**PAIR, "rejected": "b"}],
@@ -705,7 +731,27 @@ def records() -> Iterator[Case]:
         ("train", "--loss", "orpo"),
         "it is a dpo.loss_type (got 'orpo'; need one of cross_entropy, dpo, reward, classify). Fix: did you mean 'dpo'?",
     )
-    yield Case("another loss of pairs", ("train", "--dpo.loss_type", "kto"), "need one of sigmoid")
+    yield Case("another loss of pairs", ("train", "--dpo.loss_type", "apo"), "need one of sigmoid")
+    yield Case(
+        "a weight of labels of dpo",
+        ("train", "--loss", "dpo", "--dpo.desirable_weight", "2"),
+        "Fix: leave it out, or --dpo.loss_type kto",
+        faults=2,
+    )
+    answers = write("c.jsonl", "".join(f"{json.dumps(each)}\n" for each in (DESIRED, UNDESIRED)))
+    labelled = ("train", "--data.source", "c.jsonl", "--data.format", "unpaired")
+    yield Case(
+        "labelled answers, another loss",
+        (*labelled, "--loss", "dpo"),
+        "Fix: --loss dpo --dpo.loss_type kto",
+        answers,
+    )
+    yield Case(
+        "kto without labelled answers",
+        (*given, "--loss", "dpo", "--dpo.loss_type", "kto"),
+        "Fix: --data.format unpaired, or another --dpo.loss_type",
+        chat,
+    )
     yield Case(
         "label smoothing of a hinge",
         ("train", "--dpo.loss_type", "hinge", "--dpo.label_smoothing", "0.1"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.config.schema import DpoConfig
-from weft.models.common.pair_losses import AnswerSums, pair_losses
+from weft.models.common.pair_losses import AnswerSums, kto_losses, pair_losses
 
 CHOSEN = (-7.25, -31.5, -2.0, -0.004)
 REJECTED = (-9.5, -12.75, -14.25, -0.5)
@@ -80,6 +80,31 @@ def test_losses_are_those_of_trl(name: str) -> None:
     dpo = DpoConfig(**values)
     losses = pair_losses(*sums_of(dpo), dpo)
     assert losses.tolist() == pytest.approx(expected, rel=1e-14, abs=1e-16)
+
+
+@pytest.mark.parametrize(
+    ("values", "z0", "expected"),
+    [
+        ({"beta": 0.1}, 0.0, 0.4890440838166064),
+        (
+            {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75},
+            1.6875,
+            0.5910100985620916,
+        ),
+    ],
+)
+def test_the_loss_of_labelled_answers_is_that_of_trl(
+    values: dict[str, float], z0: float, expected: float
+) -> None:
+    """Its `KTOTrainer` of 1.16.0, mean over the answers; z0 is the mean of the rejected sums above,
+    which is negative, and of the same with the sign of the reference exchanged.
+    """
+    dpo = DpoConfig(loss_type="kto", **values)
+    answers, others = sums_of(dpo)
+    estimate = others.logprobs.mean() * (1 if z0 == 0 else -1)
+    assert float(estimate.clamp(min=0)) == z0
+    losses = kto_losses(answers.logprobs, doubles((1, 0, 0, 1)), estimate.clamp(min=0), dpo)
+    assert float(losses.mean()) == pytest.approx(expected, rel=1e-14)
 
 
 def logistic(x: float) -> float:

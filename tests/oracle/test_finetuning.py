@@ -26,6 +26,7 @@ from weft.testing import run_ranks
 from weft.train.build_training import build_training
 from weft.train.data_loader import samples_of
 from weft.train.event_log import EventLog
+from weft.train.kl_estimate import KlEstimate
 from weft.train.loop import run_training
 
 STEPS = 5
@@ -326,3 +327,103 @@ def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_pa
     file.write_bytes(content)
     with pytest.raises(DataError, match="is damaged"):
         trained(run_of(folder, tmp_path, "pairs", "--mesh dp2 --resume auto --steps 6"))
+
+
+KTO = (
+    f"--data.format unpaired --loss dpo --dpo.loss_type kto --dpo.beta {BETA}"
+    " --dpo.desirable_weight 1.5 --dpo.undesirable_weight 0.75"
+)
+
+
+@pytest.fixture(scope="module")
+def kto_losses(folder):
+    """Losses of a plain loop by the paper's equations: z0 of each step is the mean, over its records, of
+    the gain of the answer of the next record behind the record's prompt.
+    """
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    records = []
+    for index in range(12):
+        prompt = [{"role": "user", "content": f"what is {'two ' * (index % 5)}plus {index}?"}]
+        answer = [{"role": "assistant", "content": "seven " * (1 + index % 3)}]
+        records.append({"prompt": prompt, "completion": answer, "label": index % 3 > 0})
+    write_jsonl(folder / "answers.jsonl", records)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def gain(model, first, number, answer_of):
+        prompt, answer = records[number]["prompt"], records[answer_of % 12]["completion"]
+        before = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        tokens = tokenizer.apply_chat_template(prompt + answer, return_dict=True)["input_ids"]
+        mask = [0] * len(before) + [1] * (len(tokens) - len(before))
+        with torch.no_grad():
+            reference = sum_of_logprobs(first, tokens, mask)
+        return sum_of_logprobs(model, tokens, mask) - reference
+
+    run = run_of(folder, folder / "none", "answers", KTO)
+    samples = open_data(run.data, run.model)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    first = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0
+    )
+    found, estimates = [], []
+    for step in range(STEPS):
+        chosen = samples_of(samples, step, global_size=4, seed=run.seed)
+        numbers = np.concatenate([samples.table.rows[each] for each in chosen.tolist()]).tolist()
+        with torch.no_grad():
+            others = [gain(model, first, number, number + 1) for number in numbers]
+        z0 = max(float(sum(others)) / len(numbers), 0.0)
+        losses = []
+        for number in numbers:
+            is_desired = records[number]["label"]
+            margin = BETA * (gain(model, first, number, number) - z0)
+            value = torch.sigmoid(margin if is_desired else -margin)
+            losses.append((1.5 if is_desired else 0.75) * (1 - value))
+        loss = sum(losses) / len(numbers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), len(numbers)))
+        estimates.append(z0)
+    return found, estimates
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--mesh dp2",
+        "--mesh dp2 --parallel.zero 3",
+        "--mesh dp2 --deterministic True",
+        "--mesh tp2 --parallel.sequence True",
+        "--mesh cp2",
+        "--mesh pp2 --pipeline.schedule 1f1b",
+        '--mesh "pp2 dp2" --pipeline.schedule zbv',
+    ],
+)
+def test_kto_equals_a_plain_program(folder, tmp_path, kto_losses, monkeypatch, words):
+    losses, estimates = kto_losses
+    assert max(estimates) > 0.1
+    assert losses[-1][0] < losses[0][0]
+    found = []
+
+    def update(self, batches):
+        plain_update(self, batches)
+        if self.loss is not None:
+            found.append(float(self.loss.z0))
+
+    plain_update = KlEstimate.update
+    monkeypatch.setattr(KlEstimate, "update", update)
+    run = run_of(folder, tmp_path, "answers", f"{KTO} {words}")
+    same(trained(run), losses)
+    assert set(np.round(found, 9)) == set(np.round(estimates, 9))
+
+
+def test_kto_resumes_on_another_layout_and_is_evaluated(folder, tmp_path, kto_losses):
+    losses, _ = kto_losses
+    words = f"{KTO} --eval.every 1 --eval.source {folder}/answers.jsonl"
+    head = trained(run_of(folder, tmp_path, "answers", f"{words} --mesh dp2 --steps 2"))
+    rest = trained(run_of(folder, tmp_path, "answers", f"{words} --mesh cp2 --resume auto"))
+    same([*head, *rest], losses)

@@ -57,6 +57,23 @@ LAYOUTS = {
     "cp2 documents": "--mesh cp2 --data.packing documents --batch.global_size 2",
     "preference pairs": "--loss dpo --data.format preference --batch.global_size 2",
     "pp2 cp2 preference pairs": "--mesh pp2,cp2 --loss dpo --data.format preference --batch.global_size 4",
+    "kto": "--loss dpo --dpo.loss_type kto --data.format unpaired --batch.global_size 4",
+    "dp2 zero3 kto": (
+        "--mesh dp2 --parallel.zero 3 --loss dpo --dpo.loss_type kto --data.format unpaired"
+        " --batch.global_size 4"
+    ),
+    "dp2 zero1 kto": (
+        "--mesh dp2 --parallel.zero 1 --loss dpo --dpo.loss_type kto --data.format unpaired"
+        " --batch.global_size 4"
+    ),
+    "pp2 cp2 interleaved kto": (
+        "--mesh pp2,cp2 --loss dpo --dpo.loss_type kto --data.format unpaired --batch.global_size 4"
+        " --pipeline.schedule interleaved --pipeline.chunks 2"
+    ),
+    "pp2 zbv kto": (
+        "--mesh pp2 --loss dpo --dpo.loss_type kto --data.format unpaired --batch.global_size 4"
+        " --pipeline.schedule zbv"
+    ),
     "pp2 interleaved, 2 chunks": "--mesh pp2 --pipeline.schedule interleaved --pipeline.chunks 2 --batch.global_size 4",
     "pp2 1f1b": "--mesh pp2 --batch.global_size 6",
     "pp2 zbv": "--mesh pp2 --pipeline.schedule zbv --batch.global_size 4",

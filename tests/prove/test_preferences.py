@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from weft.prove.drawn_pairs import drawn_records
 from weft.prove.plain_preferences import PlainPreferenceLoss, PlainRewardLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of
 from weft.prove.subject import Subject
+from weft.train.kl_estimate import KlEstimate
 from weft.train.reference_logprobs import References
 
 DPO = f"--loss dpo --data.packing documents {FLOAT64}"
@@ -30,12 +32,15 @@ OTHER_LOSSES = {
     "ipo": "",
     "simpo": "--dpo.beta 2 --dpo.label_smoothing 0.1",
     "orpo": "",
+    "kto": "--dpo.desirable_weight 1.5 --optim.lr 0.01 --optim.warmup 0",
 }
 
 
-@pytest.mark.parametrize("loss", ["dpo", "reward"])
-def test_rows_by_definition_are_those_that_ranks_read(loss: LossName) -> None:
-    samples = drawn_records(vocab=64, seq_len=24, global_size=8, loss=loss, num_classes=0)
+@pytest.mark.parametrize(("loss", "has_labels"), [("dpo", False), ("reward", False), ("dpo", True)])
+def test_rows_by_definition_are_those_that_ranks_read(loss: LossName, has_labels: bool) -> None:
+    samples = drawn_records(
+        vocab=64, seq_len=24, global_size=8, loss=loss, num_classes=0, has_labels=has_labels
+    )
     assert samples.facts()["cut"]  # some pairs are longer than a sequence
     numbers = np.arange(samples.num_samples)
     expected = samples.read(numbers)
@@ -271,6 +276,21 @@ def test_means_over_this_ranks_targets_are_found(
         found = (report.first.phase, report.first.axis)
     assert found == (phase, "cp" if phase else "")
     assert report.holds == (not phase)
+
+
+def test_a_z0_of_the_answers_of_one_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step the model is the reference, so it is 0 there."""
+    right = KlEstimate.update
+
+    def of_own_answers(self: KlEstimate, batches: Sequence[Batch]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(self.comm, "sum_world", lambda row: row)
+            right(self, batches)
+
+    monkeypatch.setattr(KlEstimate, "update", of_own_answers)
+    report = report_of(f"--mesh dp2 {of_loss('kto')}", steps=2)
+    assert report.first is not None
+    assert (report.first.phase, report.first.block, report.first.step) == ("loss", "loss", 2)
 
 
 def test_means_over_tokens_of_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_local_updates_hold(wire: str) -> None:
 
 
 @pytest.mark.slow
-def test_local_updates_of_preference_pairs_hold() -> None:
-    report = prove_config(run_of("--loss", "dpo"), steps=2)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_local_updates_of_preference_pairs_hold(loss_type: str) -> None:
+    report = prove_config(run_of("--loss", "dpo", "--dpo.loss_type", loss_type), steps=2)
     assert report.holds, "\n".join(report.lines())

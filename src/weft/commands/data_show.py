@@ -27,7 +27,7 @@ from weft.data.prepared import (
     is_prepared,
     open_prepared,
 )
-from weft.data.record_sources import OF_PAIRS, encode_records, make_reader
+from weft.data.record_sources import GROUPED, encode_records, make_reader
 from weft.data.row_files import holds_rows
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
@@ -118,7 +118,7 @@ def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
     else:
         num_samples = arguments.samples or 1
         tokenizer = prepared.tokenizer()
-        is_pair = prepared.meta.record_format in OF_PAIRS
+        is_pair = prepared.meta.record_format in GROUPED
         group = PAIR if is_pair else 1
         for number in range(num_samples):
             documents = list(_stored_documents(prepared, "train", number * group, group))
@@ -175,7 +175,7 @@ def _record_text(
     names = ["chosen", "rejected"] if len(documents) == PAIR else [""]
     lines = []
     for name, document in zip(names, documents, strict=True):
-        num_counting = int(document.mask[1:].sum())
+        num_counting = int((document.mask[1:] > 0).sum())
         tokens = counted(len(document.ids), "token", spec=",")
         if name:
             title = f"record {number}, {name}"

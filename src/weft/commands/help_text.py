@@ -27,13 +27,17 @@ def compact(text: str) -> str:
 
 def _lines(lines: Sequence[str]) -> Iterator[str]:
     entry: list[str] = []
+    goes_on = False
     for line in lines:
-        starts = START.match(line) is not None
+        starts = goes_on or START.match(line) is not None
+        # the choices of an option that are longer than a line: the last part of them has the description
+        text = line.strip("│ ")
+        goes_on = starts and text.endswith(",") and GAP.search(text) is None
         continues = bool(entry) and not starts and CONTINUATION.match(line) is not None
         if entry and not continues:
             yield from _wrapped(entry)
             entry = []
-        if starts or continues:
+        if (starts or continues) and not goes_on:
             entry.append(line)
         else:
             yield line

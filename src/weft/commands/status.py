@@ -391,7 +391,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def unit_of(config: Mapping[str, Any]) -> str:
     """What a run with these keys counts."""
     if config.get("loss") == "dpo":
-        return "pairs"
+        return "answers" if config.get("dpo.loss_type") == "kto" else "pairs"
     name = str(config.get("model.name"))
     if name in tuple(FAMILIES):
         return "images" if FAMILIES[name].Config.kind == "images" else "tokens"

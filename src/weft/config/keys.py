@@ -50,6 +50,7 @@ VALUE_SYNONYMS: Mapping[str, str] = {
     "ipo": "dpo",
     "simpo": "dpo",
     "orpo": "dpo",
+    "kto": "dpo",
 }
 """Values of other programs -> the value with that meaning."""
 NO_8_BITS = "types of 8 bits are not implemented"
@@ -61,6 +62,7 @@ REASONS: Mapping[str, str] = {
     "ipo": OF_PAIRS,
     "simpo": OF_PAIRS,
     "orpo": OF_PAIRS,
+    "kto": OF_PAIRS,
 }
 """Why a value of other programs has no counterpart here, or where it has one."""
 

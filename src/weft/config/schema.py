@@ -22,16 +22,18 @@ DEFAULT_RESTARTS = 3
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
-PairLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
-"""Losses of preference pairs, by TRL's names."""
+PairLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
+"""Losses of preference pairs, by TRL's names; kto: of single answers with a label."""
 REFERENCE_FREE: tuple[PairLossType, ...] = ("simpo", "orpo")
 
 LossName = Literal["cross_entropy", "dpo", "reward", "classify"]
 SCORED = ("reward", "classify")
 """Losses, and formats of their data, of the scores of whole texts."""
 
-RecordFormat = Literal["chat", "instruction", "prompt", "preference", "reward", "classify"]
-"""reward, classify: texts that are scored as a whole, at their last token."""
+RecordFormat = Literal[
+    "chat", "instruction", "prompt", "preference", "reward", "classify", "unpaired"
+]
+"""unpaired: completions that are desired or not. reward, classify: texts that are scored as a whole, at their last token."""
 DataFormat = Literal["text", "auto"] | RecordFormat
 
 TrackerName = Literal[
@@ -554,7 +556,8 @@ class DpoConfig(ConfigSection):
     """Direct preference optimization and its relatives: `loss dpo` on pairs of answers."""
 
     loss_type: PairLossType = Field(
-        "sigmoid", description="sigmoid (DPO), hinge, ipo; without a reference model simpo, orpo"
+        "sigmoid",
+        description="sigmoid (DPO), hinge, ipo; without a reference model simpo, orpo; kto: single answers",
     )
     beta: float = Field(
         0.1,
@@ -568,11 +571,20 @@ class DpoConfig(ConfigSection):
         lt=0.5,
         description="probability that the answers of a pair are exchanged; of sigmoid and simpo",
     )
+    desirable_weight: float = Field(
+        1.0, ge=0, description="of kto: factor of desired answers' loss"
+    )
+    undesirable_weight: float = Field(1.0, ge=0, description="of kto: factor of the others' loss")
 
     @property
     def has_reference(self) -> bool:
         """Whether log-probabilities are compared with those of the initial model."""
         return self.loss_type not in REFERENCE_FREE
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether single answers are compared, each of which is desired or not."""
+        return self.loss_type == "kto"
 
 
 class SaveConfig(ConfigSection):

@@ -13,6 +13,9 @@ Note [Masks]
     Texts that are scored as a whole (`reward`, `classify`) have one target, at the last token that is
     kept: the number of their class, 0 of answers that are compared. The mask of a labelled text is
     that number + 1 at its first token.
+
+    A completion that is not desired (`unpaired`) has the mask 2 in place of 1, as has the other
+    completion behind its prompt.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ from weft.data.document_bounds import Bounds
 from weft.data.files import KEY
 from weft.data.order import Ints, Order, epoch_order
 from weft.data.packing import Rows, pack_rows, single_rows
-from weft.data.records import AnswerText
+from weft.data.records import UNPAIRED, AnswerText
 from weft.data.samples import HASH_DIGITS, IGNORE, SampleArrays
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import BLOCK_TOKENS, Tokens, TokenStream, verified_part
 from weft.errors import DataError, Fault, counted
 
 PAIR = 2
-"""Documents of a preference pair: chosen, rejected."""
+"""Documents of a preference pair: chosen, rejected; or of a completion with a label: it, another one."""
+UNDESIRED = 2
+"""Entry of the mask of a completion that is not desired."""
 NUM_HASHED = 2**22
 """Entries of a mask that are hashed at once."""
 
@@ -63,6 +68,7 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
     encoded = tokenizer.encode_chars(answer.text, adds_special=answer.adds_special)
     ids = encoded.ids
     mask = np.zeros(len(ids), dtype=np.uint8)
+    counts = 1 if answer.is_desired else UNDESIRED
     if answer.label is not None:
         mask[:1] = answer.label + 1
         return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
@@ -70,7 +76,7 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
         prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special)
         length = len(prompt.ids)
         if list(ids[:length]) == list(prompt.ids):
-            mask[length:] = 1
+            mask[length:] = counts
             return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
     offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
     starts = offsets[:, 0]
@@ -81,7 +87,7 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
         if len(overlapping):
             first = overlapping[0]
             last = overlapping[-1]
-            mask[first : last + 1] = 1
+            mask[first : last + 1] = counts
     return MaskedTokens(ids=ids, mask=mask, has_shared_token=answer.prompt is not None)
 
 
@@ -111,7 +117,7 @@ class RowTable:
     Attributes:
         lengths: tokens of each document that are kept.
         rows: which groups of documents are in which row.
-        pair_marks: for each pair the index of its first target within the chosen answer.
+        first_targets: index of the first target of each document.
         num_cut, cut_tokens: documents that are longer than a sequence, and their tokens behind it.
         num_without_target: groups that are left out because no target of theirs is kept.
         targets: number of targets that are kept.
@@ -119,7 +125,7 @@ class RowTable:
 
     lengths: Ints
     rows: Rows
-    pair_marks: Ints
+    first_targets: Ints
     num_cut: int
     cut_tokens: int
     num_without_target: int
@@ -185,8 +191,15 @@ class ConversationSamples:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the records are preference pairs."""
+        """Whether the records are preference pairs, or completions with labels and others beside them."""
         return self.data.group == PAIR
+
+    @property
+    def unit(self) -> Literal["pairs", "answers", "texts", "conversations"]:
+        """What its records are, for facts and messages."""
+        if self.has_pairs:
+            return "answers" if self.data.format == UNPAIRED else "pairs"
+        return "texts" if self.is_scored else "conversations"
 
     @property
     def is_scored(self) -> bool:
@@ -231,7 +244,7 @@ class ConversationSamples:
         return RowTable(
             lengths=lengths.ravel(),
             rows=replace(rows, items=kept_groups[rows.items]),
-            pair_marks=first_targets[::group],
+            first_targets=first_targets,
             num_cut=int((cut > 0).sum()),
             cut_tokens=int(cut.sum()),
             num_without_target=len(lengths) - len(kept_groups),
@@ -283,10 +296,11 @@ class ConversationSamples:
             tokens = self.data.stream.read(start, stop)
             mask = self.data.mask[start:stop]
             row.put(place, number, tokens, mask, label=self.label_of(mask))
-            if self.has_pairs and document % PAIR == 0:
-                pair = document // PAIR
-                mark = int(self.table.pair_marks[pair])
-                row.pairs[place + mark] = True
+            marked = bool(
+                (mask == UNDESIRED).any()
+            )  # the second document of a pair, else the first
+            if self.has_pairs and document % PAIR == marked:
+                row.pairs[place + int(self.table.first_targets[document])] = True
             place += length
             number += 1
         row.pad(place, number)
@@ -304,14 +318,13 @@ class ConversationSamples:
         """Source, sizes, what is cut or left out, and a hash of tokens, masks and rows."""
         stream = self.data.stream
         table = self.table
-        name = "pairs" if self.has_pairs else "texts" if self.is_scored else "conversations"
         num_documents = len(stream.document_bounds) - 1
         facts: dict[str, object] = {
             "source": self.source,
             "files": len(stream.files),
             "bytes": stream.num_bytes,
             "tokens": len(stream),
-            name: num_documents // self.data.group,
+            self.unit: num_documents // self.data.group,
             "format": self.data.format,
             "targets": table.targets,
             **{name: number for name, number in self._losses().items() if number},
@@ -363,7 +376,7 @@ def truncation_note(facts: Mapping[str, object], *, seq_len: int) -> str | None:
         parts.append(f"{num_shared} where a token is of prompt and answer")
     if not parts:
         return None
-    name = "pairs" if "pairs" in facts else "conversations"
+    (name, *_) = (name for name in ("pairs", "answers", "conversations") if name in facts)
     return f"of {facts[name]} {name}: {'; '.join(parts)}"
 
 

@@ -9,7 +9,7 @@ from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data import images
 from weft.data.arrays import open_arrays
-from weft.data.conversations import PAIR, ConversationSamples
+from weft.data.conversations import ConversationSamples
 from weft.data.document_bounds import longest_document
 from weft.data.files import KEY
 from weft.data.mixture import KEY as MIX_KEY
@@ -171,9 +171,7 @@ def _check_same_kind(sources: tuple[str, ...], parts: Sequence[Samples]) -> None
 def _kind_of(samples: Samples) -> str:
     if not isinstance(samples, ConversationSamples):
         return "text"
-    if samples.data.group == PAIR:
-        return "pairs"
-    return "conversations"
+    return samples.unit
 
 
 def _check_same_tokenizer(sources: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from weft.data.files import is_token_file
 from weft.data.formats import format_of, formats_of
 from weft.data.order import Ints, hash_numbers
 from weft.data.prepared import Prepared, prepared_of, sources_of
-from weft.data.record_sources import OF_PAIRS, encode_records, holds_records, make_reader
+from weft.data.record_sources import GROUPED, encode_records, holds_records, make_reader
 from weft.data.samples import SequenceSamples
 from weft.data.streams import source_files
 from weft.data.token_sources import split_of
@@ -246,7 +246,7 @@ def _first_documents(data: DataConfig, source: str) -> tuple[Document, ...]:
 
 def _of_prepared(prepared: Prepared, source: str, *, has_masks: bool) -> Iterator[Document]:
     part = split_of(source, "train")
-    group = PAIR if prepared.meta.record_format in OF_PAIRS else 1
+    group = PAIR if prepared.meta.record_format in GROUPED else 1
     stream = prepared.stream(part, vocab=ANY_ID)
     bounds = stream.document_bounds[: NUM_DOCUMENTS + 1].tolist()
     for start, end in pairwise(bounds):

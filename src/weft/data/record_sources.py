@@ -32,7 +32,7 @@ from weft.data.prepared import (
     prepared_of,
     sources_of,
 )
-from weft.data.records import AnswerText, RecordReader, RenderedRecord
+from weft.data.records import UNPAIRED, AnswerText, RecordReader, RenderedRecord
 from weft.data.round_trip import RoundTrip
 from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, detect_format
@@ -46,6 +46,9 @@ AUTO = "auto"
 PREFERENCE = "preference"
 REWARD = "reward"
 OF_PAIRS = (PREFERENCE, REWARD)
+"""Formats of pairs that are compared."""
+GROUPED = (*OF_PAIRS, UNPAIRED)
+"""Formats whose records are two documents."""
 PACKING_KEY = "data.packing"
 
 
@@ -266,7 +269,7 @@ def _open_prepared(
     return Conversations(
         stream=stream,
         mask=prepared.mask(part),
-        group=PAIR if stored in OF_PAIRS else 1,
+        group=PAIR if stored in GROUPED else 1,
         num_shared=prepared.meta.num_shared,
         format=data.format if is_pairs else stored,
     )
@@ -310,7 +313,7 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
         documents=np.cumsum([0, *lengths], dtype=np.int64),
         read_as=read_as(source, map(format_of, files)) + reader.unread,
     )
-    group = PAIR if reader.format in OF_PAIRS else 1
+    group = PAIR if reader.format in GROUPED else 1
     return Conversations(
         stream=stream,
         mask=np.concatenate(masks),

@@ -1,4 +1,4 @@
-"""Records of fine-tuning data: chat, instruction, prompt and completion, preference pairs; read, checked, rendered as text.
+"""Records of fine-tuning data: chat, instruction, prompt and completion, pairs, labelled completions; read, checked, rendered.
 
 chat          {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
               or {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
@@ -6,13 +6,14 @@ instruction   {"instruction": "...", "input": "...", "output": "..."}; input may
 prompt        {"prompt": "...", "completion": "..."}; texts, or lists of messages
 preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or lists of messages;
 reward        without a prompt where both answers begin with it
+unpaired      {"prompt": "...", "completion": "...", "label": true}; texts, or lists of messages
 classify      {"text": "...", "label": "..."} or {"messages": [...], "label": 0}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,10 @@ from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, OTHER_NAMES, RECORD_FIELDS, Row, detect_format
 from weft.errors import DataError, Fault
 
+TRUTH_VALUES = ("true", "false")
+UNPAIRED: RecordFormat = "unpaired"
+OTHER = "completion of another record"
+"""Field that is added to unpaired records."""
 OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "chat": (TURNS, "tools", VALUES),
     "instruction": ("input", "tools", VALUES),
@@ -42,6 +47,7 @@ OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "preference": ("prompt", "tools", VALUES),
     "reward": ("prompt", "tools", VALUES),
     "classify": ("text", "messages", TURNS, "tools", VALUES),
+    "unpaired": ("tools", VALUES, OTHER),
 }
 
 
@@ -57,6 +63,7 @@ class AnswerText:
         adds_special: whether the tokenizer adds its special tokens, as for plain prompts; templates
             render theirs.
         label: number of its class; None: it has none.
+        is_desired: whether it is to become more likely, of completions that say so.
     """
 
     text: str
@@ -64,11 +71,14 @@ class AnswerText:
     prompt: str | None = None
     adds_special: bool = False
     label: int | None = None
+    is_desired: bool = True
 
 
 @dataclass(frozen=True)
 class RenderedRecord:
-    """One record as texts: one, or the two of a preference pair (chosen, rejected)."""
+    """One record as texts: one, the two of a preference pair (chosen, rejected), or a completion and
+    another one behind the same prompt.
+    """
 
     texts: tuple[AnswerText, ...]
     where: str
@@ -116,10 +126,36 @@ class RecordReader:
         Raises:
             DataError: a record that cannot be read.
         """
+        rows = (replace(row, fields=_without_nulls(row.fields)) for row in rows)
+        if self.format == UNPAIRED:
+            rows = self._with_other_completions(rows)
         for row in rows:
-            fields = cast(dict[str, Any], _without_nulls(row.fields))
-            texts = tuple(self._texts(fields, row.where))
+            texts = tuple(self._texts(row.fields, row.where))
             yield RenderedRecord(texts=texts, where=row.where, at=row.at)
+
+    def _with_other_completions(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Rows with the completion of the next row that has another prompt, of the last ones that of
+        the first such row; see Note [Unpaired answers] in models/common/pair_losses.py.
+
+        Raises:
+            DataError: all prompts are the same.
+        """
+        firsts: list[Row] = []
+        waiting: list[Row] = []
+        for row in rows:
+            self._check_fields(tuple(row.fields), row.where)
+            if waiting and row.fields["prompt"] != waiting[0].fields["prompt"]:
+                yield from (_with_completion_of(row, each) for each in waiting)
+                waiting = []
+            waiting.append(row)
+            if len(firsts) < 2 and row.fields["prompt"] not in [f.fields["prompt"] for f in firsts]:
+                firsts.append(row)
+        if len(firsts) == 1:
+            what = f"{firsts[0].where}: every record has its prompt, and KTO needs completions of others"
+            raise record_fault(what, need="two prompts at least", fix="add records")
+        for row in waiting:
+            other = next(f for f in firsts if f.fields["prompt"] != row.fields["prompt"])
+            yield _with_completion_of(other, row)
 
     def _rows(self, file: Path) -> Iterator[Row]:
         if not holds_rows(file):
@@ -180,6 +216,18 @@ class RecordReader:
                 yield self._completion(fields, "completion", where)
             case "classify":
                 yield self._labelled(fields, where)
+            case "unpaired":
+                label = str(fields["label"]).lower()  # a file of CSV holds texts
+                if label not in TRUTH_VALUES:
+                    got = repr(fields["label"])[:80]
+                    raise record_fault(
+                        f"{where}: its label is neither true nor false",
+                        got=got,
+                        need="true or false",
+                    )
+                for name in ("completion", OTHER):
+                    text = self._completion(fields, name, where)
+                    yield replace(text, is_desired=label == "true")
             case _:
                 if fields["chosen"] == fields["rejected"]:
                     what = f"{where}: chosen and rejected are the same"
@@ -391,12 +439,20 @@ def _check_label(fields: Mapping[str, Any], where: str) -> None:
         DataError: it does.
     """
     label = fields.get("label")
-    if isinstance(label, bool) or str(label).lower() in ("true", "false"):
+    if isinstance(label, bool) or str(label).lower() in TRUTH_VALUES:
         what = (
             f"{where}: its label says whether the completion is desired (KTO), and all are trained"
         )
-        fix = "keep the records whose label is true, without the field"
+        fix = (
+            "--data.format unpaired --loss dpo --dpo.loss_type kto, or keep the records whose label "
+            "is true, without the field"
+        )
         raise record_fault(what, got=f"label {str(label).lower()}", fix=fix)
+
+
+def _with_completion_of(other: Row, row: Row) -> Row:
+    """A row with the completion of another one beside its own."""
+    return replace(row, fields={**row.fields, OTHER: other.fields["completion"]})
 
 
 def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message]:

@@ -27,9 +27,10 @@ RECORD_FIELDS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "reward": ("chosen", "rejected"),
     "classify": ("label",),
+    "unpaired": ("prompt", "completion", "label"),
 }
 """Formats of fine-tuning records, and the fields that each record of a format has."""
-NAMED_ONLY = ("reward", "classify")
+NAMED_ONLY = ("reward", "classify", "unpaired")
 """Formats that are not found by the fields of a record: others have these fields, too."""
 OTHER_NAMES: Mapping[str, str] = {"conversations": "messages"}
 """Names that other tools give to these fields."""

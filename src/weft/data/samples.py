@@ -20,7 +20,7 @@ from weft.data.tokens import TokenStream, verified_part
 
 HASH_DIGITS = 12
 SUMMED_FACTS = (
-    *("bytes", "tokens", "conversations", "pairs", "targets", "cut", "cut_tokens"),
+    *("bytes", "tokens", "conversations", "pairs", "answers", "targets", "cut", "cut_tokens"),
     *("without_target", "shared_tokens", "samples"),
 )
 """Facts of a mixture that are sums of those of its sources."""

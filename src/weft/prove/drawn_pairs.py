@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from weft.config.schema import SCORED, LossName
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
+from weft.data.records import UNPAIRED
 from weft.data.tokens import TokenStream
 
 SEED = 5
@@ -19,10 +20,19 @@ MIN_PAIRS = 12
 
 
 def drawn_records(
-    *, vocab: int, seq_len: int, global_size: int, loss: LossName, num_classes: int
+    *,
+    vocab: int,
+    seq_len: int,
+    global_size: int,
+    loss: LossName,
+    num_classes: int,
+    has_labels: bool = False,
 ) -> ConversationSamples:
     """Pairs of a prompt with two answers of different lengths, one pair of eight longer than a
     sequence; or labelled texts, one of eight as long as a sequence.
+
+    Args:
+        has_labels: whether the first answer is desired or not, and the other one another record's.
     """
     group = 1 if num_classes else PAIR
     generator = np.random.default_rng(SEED)
@@ -35,12 +45,13 @@ def drawn_records(
         for _ in range(group):
             answer = generator.integers(vocab, size=generator.integers(2, longest + 1))
             parts.append(np.concatenate((prompt, answer)))
-            masks.append(np.repeat(np.array([0, 1], np.uint8), (len(prompt), len(answer))))
+            counts = 1 + (has_labels and number % 3 == 0)
+            masks.append(np.repeat(np.array([0, counts], np.uint8), (len(prompt), len(answer))))
     bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     stream = TokenStream((Path(SOURCE),), (np.concatenate(parts),), vocab=vocab, documents=bounds)
     if num_classes:
         for mask in masks:
             mask[0] = 1 + generator.integers(num_classes)
-    known = loss if loss in SCORED else ""
+    known = UNPAIRED if has_labels else loss if loss in SCORED else ""
     data = Conversations(stream, np.concatenate(masks), group=group, format=known)
     return ConversationSamples(data, seq_len, SOURCE)

@@ -122,8 +122,20 @@ PLAIN_LOSSES = {
 }
 
 
+def _plain_kto(answer: _PlainAnswer, *, is_desired: bool, z0: float, dpo: DpoConfig) -> Tensor:
+    """Ethayarajh et al. 2024, equations 7 and 8, with the weight in place of lambda: w - w v."""
+    if is_desired:
+        value = 1 / (1 + torch.exp(-dpo.beta * (answer.gain - z0)))
+        return dpo.desirable_weight * (1 - value)
+    value = 1 / (1 + torch.exp(-dpo.beta * (z0 - answer.gain)))
+    return dpo.undesirable_weight * (1 - value)
+
+
 class PlainPreferenceLoss(nn.Module):
     """The sum over pairs of `dpo.loss_type`, from the log-probabilities of each answer's tokens.
+
+    Attributes:
+        z0: of the step, for KTO; None: the sum that it is the mean of, in place of the loss.
 
     Args:
         perturbed: applied to log-probabilities, whose rounding counts `dpo.beta` times.
@@ -133,20 +145,30 @@ class PlainPreferenceLoss(nn.Module):
         super().__init__()
         self.dpo = dpo
         self.perturbed = perturbed
+        self.z0: float | None = None
 
     def forward(self, logits_BSV: Tensor, batch: Batch) -> Tensor:
         """logits -> scalar."""
         assert batch.documents is not None, "pairs are documents"
         assert batch.pairs is not None, "pairs are marked"
         policy_BS = self.perturbed(target_logprobs(logits_BSV, batch.targets))
-        definition = PLAIN_LOSSES[self.dpo.loss_type]
         total = policy_BS.new_zeros(())
         for row, column in batch.pairs.nonzero().tolist():
             number = int(batch.documents[row, column])
-            chosen = _answer(policy_BS, batch, row=row, document=number)
-            rejected = _answer(policy_BS, batch, row=row, document=number + 1)
-            total = total + definition(chosen, rejected, self.dpo)
+            first = number - number % 2
+            chosen = _answer(policy_BS, batch, row=row, document=first)
+            rejected = _answer(policy_BS, batch, row=row, document=first + 1)
+            total = total + self._loss_of(chosen, rejected, is_marked_first=number == first)
         return total
+
+    def _loss_of(
+        self, chosen: _PlainAnswer, rejected: _PlainAnswer, *, is_marked_first: bool
+    ) -> Tensor:
+        if not self.dpo.has_labels:
+            return PLAIN_LOSSES[self.dpo.loss_type](chosen, rejected, self.dpo)
+        if self.z0 is None:
+            return rejected.gain
+        return _plain_kto(chosen, is_desired=is_marked_first, z0=self.z0, dpo=self.dpo)
 
 
 class PlainRewardLoss(nn.Module):

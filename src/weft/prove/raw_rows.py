@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.data.conversations import PAIR, ConversationSamples
+from weft.data.conversations import PAIR, UNDESIRED, ConversationSamples
 from weft.models.common.batch import IGNORE, Batch
 
 
@@ -61,7 +61,7 @@ def _row(samples: ConversationSamples, number: int) -> _RawRow:
     for record in samples.table.rows[number].tolist():
         texts = list(_texts(samples, record))
         for place, text in enumerate(texts):
-            is_marked = samples.has_pairs and place == 0
+            is_marked = samples.has_pairs and place == _marked(samples, record)
             if samples.is_scored:
                 label = _label(samples, samples.data.group * record + place)
                 _add_scored(row, text, document=document, label=label, is_marked=is_marked)
@@ -71,6 +71,14 @@ def _row(samples: ConversationSamples, number: int) -> _RawRow:
     for position in range(samples.seq_len - len(row.inputs)):
         row.add(0, target=IGNORE, position=position, document=document, marks=False)
     return row
+
+
+def _marked(samples: ConversationSamples, record: int) -> int:
+    """Which document of a record is marked: the second one of an answer that is not desired."""
+    bounds = samples.data.stream.document_bounds
+    first = samples.data.group * record
+    mask = samples.data.mask[int(bounds[first]) : int(bounds[first + 1])]
+    return int(UNDESIRED in mask.tolist())
 
 
 def _texts(samples: ConversationSamples, record: int) -> Iterator[list[_Token]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -218,6 +218,7 @@ class Reference:
         for numbers in evaluated_samples(task.samples, task.batch.global_size):
             batch = self.batch_of(numbers)
             num_targets += _num_targets(batch)
+            self._estimate_z0(batch)
             for rows in self.micro_batches(len(batch.inputs)):
                 part = batch.rows(slice(rows.start, rows.stop))
                 loss += self._loss_alone(part)
@@ -235,6 +236,23 @@ class Reference:
             if isinstance(x, Tensor) and x.dim():
                 x = self.perturbed(x)
         return float(x.double())
+
+    def _estimate_z0(self, batch: Batch) -> None:
+        """Set z0 of KTO to that of a whole batch: the mean of what its second documents have gained
+        over the reference model, nothing being dropped.
+        """
+        loss = self.blocks[LOSS]
+        if not isinstance(loss, PlainPreferenceLoss) or not loss.dpo.has_labels:
+            return
+        loss.z0 = None
+        plain = replace(batch, draw_keys=None)
+        self.buffers.set_training(False)
+        parts = [
+            self._loss_alone(plain.rows(slice(rows.start, rows.stop)))
+            for rows in self.micro_batches(len(batch.inputs))
+        ]
+        self.buffers.set_training(True)
+        loss.z0 = max(sum(parts) / max(_num_targets(batch), 1), 0.0)
 
     def batch_of_step(self, step: int) -> Batch:
         """The whole batch of step `step` (the first is 1)."""
@@ -258,6 +276,7 @@ class Reference:
     def _step(self, step: int) -> None:
         batch = self.batch_of_step(step)
         num_targets = max(_num_targets(batch), 1)
+        self._estimate_z0(batch)
         self._keep_inputs(step, batch, num_targets)
         computed = self._gradients_as_on_layout(step, batch, num_targets)
         self._keep_gradients(step, computed, num_targets)

@@ -208,6 +208,7 @@ class Subject:
             global_size=run.batch.global_size,
             loss=run.loss,
             num_classes=len(run.data.classes),
+            has_labels=run.loss == DPO and run.dpo.has_labels,
         )
         return replace(self, samples=records)
 

@@ -80,5 +80,8 @@ def _evaluation(training: Training, *, most_batches: int) -> Evaluation:
     loader = training.loader
     first = FirstSamples.of(loader.samples, global_size=loader.global_size)
     return Evaluation(
-        training.step.model, replace(loader, samples=first), most_batches=most_batches
+        training.step.model,
+        replace(loader, samples=first),
+        most_batches=most_batches,
+        kl=training.step.kl,
     )

@@ -155,6 +155,7 @@ class StepConfig:
         source: holds initial values; None if they are drawn, or a checkpoint replaces them.
         fixed_order: whether gradients are added in an order that does not depend on the ranks.
         outer: settings of the outer step, where the mesh has an axis of local updates.
+        estimates_kl: as of `TrainStep`.
     """
 
     family: Family
@@ -164,6 +165,7 @@ class StepConfig:
     source: Source | None
     fixed_order: bool
     outer: OuterSettings
+    estimates_kl: bool = False
 
 
 def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainStep:
@@ -182,6 +184,7 @@ def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainSt
         clip=config.optim.clip,
         fixed_order=config.fixed_order,
         outer=config.outer,
+        estimates_kl=config.estimates_kl,
     )
 
 

@@ -105,6 +105,7 @@ def step_config(run: Run) -> StepConfig:
         source=source,
         fixed_order=run.deterministic,
         outer=outer_settings(run.site),
+        estimates_kl=run.loss == DPO and run.dpo.has_labels,
     )
 
 

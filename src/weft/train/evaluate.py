@@ -23,6 +23,7 @@ from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.pp import AXIS as PP
 from weft.train.data_loader import DataLoader
+from weft.train.kl_estimate import KlEstimate
 
 NO_SAMPLE = -1
 """Fills up the last batch: a sample without targets, so that every batch has the same size."""
@@ -74,6 +75,7 @@ class Evaluation:
         loader: loads this rank's part of given samples.
         most_batches: batches of the global size per evaluation; 0 for all.
         num_bytes_V: bytes of the text of each token; None: they are not counted.
+        kl: estimates z0 of each batch; None where the loss needs none.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Evaluation:
         *,
         most_batches: int,
         num_bytes_V: Tensor | None = None,
+        kl: KlEstimate | None = None,
     ) -> None:
+        self.kl = kl
         self.num_bytes_V = num_bytes_V
         self.model = model
         self.loader = loader
@@ -105,6 +109,8 @@ class Evaluation:
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
             first = micro_batches[0]
             has_perplexity = first.pairs is None and first.fields is None
+            if self.kl is not None:
+                self.kl.update(micro_batches)
             with self._counted() as num_right:
                 loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()

@@ -30,6 +30,7 @@ from weft.parallel.zero.matrix_shards import param_entries
 from weft.run.rank_status import Phase
 from weft.schedule.actions import Act
 from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
+from weft.train.kl_estimate import KlEstimate
 from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
@@ -134,10 +135,12 @@ class TrainStep:
         fixed_order: whether loss, norm and gradients have the same bits for every number of data
             ranks.
         outer: settings of the outer optimizer; for a mesh with an axis of local updates.
+        estimates_kl: whether the loss needs z0; see `weft.train.kl_estimate`.
 
     Attributes:
         grads: the gradients, and the tensors that the optimizer updates.
         local_updates: the outer optimizer; None without local updates.
+        kl: estimates z0 before each step; None where the loss needs none.
 
     Raises:
         PlanError: the mesh has an axis of local updates, and `outer` is None.
@@ -151,6 +154,7 @@ class TrainStep:
         clip: float,
         fixed_order: bool = False,
         outer: OuterSettings | None = None,
+        estimates_kl: bool = False,
     ) -> None:
         self.model = model
         self.clip = clip
@@ -163,6 +167,7 @@ class TrainStep:
             self.optimizer.attach(entries, model.comm, owners=owners, fixed_order=fixed_order)
         self.local_updates = _local_updates(model, self.grads, outer)
         self.loss_scale = LossScale.of(model.plan)
+        self.kl = KlEstimate(model, fixed_order=fixed_order) if estimates_kl else None
         self.player = Player(model, before_last_backward=self.grads.set_requires_gradient_sync)
 
     @property
@@ -343,6 +348,8 @@ class TrainStep:
         targets = self._count_targets(batches)
         self.grads.zero_grad()
         self.model.buffer_records.take()  # of a step that was skipped, or whose update failed
+        if self.kl is not None:
+            self.kl.update(batches)
         played = self.player.play(
             batches, scale / targets, before_action=self._before_action(on_phase)
         )

@@ -77,7 +77,10 @@ def build_evaluator(
     if steps.references is not None:
         validation = steps.references.add_to(validation, name="valid")
     evaluation = Evaluation(
-        steps.step.model, replace(steps.loader, samples=validation), most_batches=config.batches
+        steps.step.model,
+        replace(steps.loader, samples=validation),
+        most_batches=config.batches,
+        kl=steps.step.kl,
     )
     history = recorded_history(
         steps.step.model.comm, run_folder, start=steps.start.num_done, patience=config.patience

@@ -203,7 +203,7 @@ def _unit_of(run: Event) -> str:
     arrays = data.get("arrays") if isinstance(data, Mapping) else None
     if isinstance(arrays, Mapping):
         return "targets" if "[]" not in str(arrays.get("targets", "[]")) else "samples"
-    for unit in ("pairs", "texts"):
+    for unit in ("pairs", "answers", "texts"):
         if isinstance(data, Mapping) and unit in data:
             return unit
     return "images" if _has_images(run) else "tokens"

@@ -195,7 +195,11 @@ class LayoutCosts:
         by_rank = self.stages.params_of_ranks(layout, table.table)
         played_s = table_seconds(table.order, stages)
         more_s = self._seconds_of_more(layout, table, stages, played_s)
-        return played_s + more_s + self._data.after_s(layout, by_rank)
+        after_s = self._data.after_s(layout, by_rank)
+        if self.run.config.estimates_kl:  # forwards before the schedule
+            forwards_s = table_seconds(table.forwards, stages)
+            played_s += forwards_s * self._num_micro(layout) / table.table.microbatches
+        return played_s + more_s + after_s
 
     def _seconds_of_more(
         self, layout: Layout, table: SizedTable, stages: StageSeconds, played_s: float

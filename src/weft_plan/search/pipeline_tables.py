@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from weft.parallel.pipeline.forward import forward_table
 from weft.planner.simulate.pipeline_time import PipelineOrder, pipeline_order
 from weft.schedule import gpipe
 from weft.schedule.actions import Act, Table
@@ -47,6 +48,11 @@ class SizedTable:
     def order(self) -> PipelineOrder:
         """The order of its actions."""
         return pipeline_order(self.table)
+
+    @cached_property
+    def forwards(self) -> PipelineOrder:
+        """The order of its forwards alone."""
+        return pipeline_order(forward_table(self.table), whole=self.table)
 
     @cached_property
     def stages_of_ranks(self) -> list[list[int]]:

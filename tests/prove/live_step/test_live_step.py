@@ -17,6 +17,7 @@ from weft.prove.live_step.judgement import Judgement
 from weft.train import build
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
+from weft.train.kl_estimate import KlEstimate
 from weft.train.step import TrainStep
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.plant import planted
@@ -151,6 +152,50 @@ def test_means_over_this_ranks_targets_are_named(train, tmp_path, capsys, pairs,
     error = fails(train, tmp_path, capsys, "--mesh", "cp2", "--dpo.loss_type", "orpo", *pairs)
     assert "computes: loss of step 1: loss is " in error
     assert " times the right value on ranks 0 1; " in error
+
+
+@pytest.fixture
+def answers(tmp_path):
+    """Flags of a file of labelled answers, each step of which is compared."""
+    records = [
+        {
+            "prompt": f"{number}? ",
+            "completion": "it is " * (1 + number % 3),
+            "label": number % 2 > 0,
+        }
+        for number in range(12)
+    ]
+    file = write_jsonl(tmp_path / "answers.jsonl", records)
+    data = ("--data.source", str(file), "--data.format", "unpaired", "--data.seq_len", "48")
+    rate = ("--optim.lr", "0.01", "--optim.warmup", "0", "--prove.during", "1")
+    return ("--loss", "dpo", "--dpo.loss_type", "kto", *data, *rate)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mesh", "cp2 tp2", *FLOAT64),
+        ("--mesh", "site2 dp2", *FLOAT64),
+        ("--mesh", "pp2 dp2", "--lora.rank", "2", "--lora.dropout", "0.2"),
+        ("--mesh", "tp2", "--precision.compute", "bfloat16"),
+    ],
+)
+def test_steps_on_labelled_answers_are_equal(train, tmp_path, answers, words):
+    assert train(*words, *answers, steps=3) == 0
+    found = [(verdict["step"], verdict["verdict"]) for verdict in verdicts(tmp_path)]
+    assert found == [(1, "equal"), (2, "equal"), (3, "equal")]
+
+
+def test_another_z0_is_named(train, capsys, answers, monkeypatch):
+    right = KlEstimate.update
+
+    def lowered(self, batches):
+        right(self, batches)
+        self.loss.z0 = self.loss.z0 - 0.5
+
+    monkeypatch.setattr(KlEstimate, "update", lowered)
+    assert train("--mesh", "dp2", *answers, *FLOAT64, steps=2) == 1
+    assert "step 1 is not what one device computes: loss of step 1" in capsys.readouterr().err
 
 
 def test_noise_is_measured_where_numbers_differ_by_more_than_the_rounding_of_sums(

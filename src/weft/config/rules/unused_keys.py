@@ -46,6 +46,8 @@ OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "rou
 DPO_KEYS: Mapping[str, tuple[PairLossType, ...]] = {
     "gamma": ("simpo",),
     "label_smoothing": ("sigmoid", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
 }
 """Keys of `dpo` that not every loss reads, and the losses that do."""
 

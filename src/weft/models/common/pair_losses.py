@@ -1,4 +1,4 @@
-"""Losses of preference pairs as functions of sums over each answer: sigmoid (DPO), hinge, IPO, SimPO, ORPO.
+"""Losses of pairs as functions of sums over each answer: sigmoid (DPO), hinge, IPO, SimPO, ORPO; of single answers: KTO.
 
 Note [Pair losses]
     With S the sum over the targets of an answer of log-probability under the model minus that under
@@ -14,6 +14,15 @@ Note [Pair losses]
     simpo and orpo have no reference model: S is a sum of log-probabilities. Label smoothing e (of
     sigmoid and simpo) is the probability that a label is wrong: (1 - e) (-log s(x)) + e (-log s(-x)),
     which is -log s(x) + e x.
+
+Note [Unpaired answers]
+    kto      w (1 - s(beta (S - z0))) of a desired answer, w (1 - s(beta (z0 - S))) of another one,
+             w its weight                                      Ethayarajh et al. 2024, equation 8
+
+    z0 estimates the divergence of the model from the reference: the mean over the answers of a step,
+    at least 0 and without gradient, of S of the same prompt with the answer to another prompt. That
+    one is the next in the data, whatever the batch is: so the reference is computed once, and z0 is
+    the same for every layout. In a row it takes the place of the rejected answer.
 """
 
 from __future__ import annotations
@@ -49,6 +58,18 @@ class AnswerSums:
 def pair_losses(chosen: AnswerSums, rejected: AnswerSums, dpo: DpoConfig) -> Tensor:
     """The loss of each pair; see Note [Pair losses]."""
     return _PAIR_LOSSES[dpo.loss_type](chosen, rejected, dpo)
+
+
+def kto_losses(answers: Tensor, is_desired: Tensor, z0: Tensor | float, dpo: DpoConfig) -> Tensor:
+    """The loss of each answer.
+
+    Args:
+        answers: S of each.
+        is_desired: 1 where the answer is desired, else 0.
+    """
+    signs = 2 * is_desired - 1
+    weights = dpo.undesirable_weight + is_desired * (dpo.desirable_weight - dpo.undesirable_weight)
+    return weights * torch.sigmoid(-dpo.beta * signs * (answers - z0))
 
 
 def _sigmoid(chosen: AnswerSums, rejected: AnswerSums, dpo: DpoConfig) -> Tensor:

@@ -6,11 +6,14 @@ Note [Pairs]
     under the model (minus those under the reference model), and of targets; see Note [Pair losses].
     It is no sum over targets: ranks that share a sequence (cp) first add their parts of each
     document's sums (`PositionSum`), then each computes 1 / cp of the loss of all pairs.
-    `Batch.pairs` marks one token of each pair, so that the pairs of a step are counted once.
+    `Batch.pairs` marks one token of each pair, so that the pairs of a step are counted once: a target
+    of the chosen answer. Of single answers (`unpaired`) document 2k is the answer, 2k + 1 another one
+    behind its prompt; a mark in the latter says that the answer is not desired.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +28,7 @@ from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.head_output import token_losses
 from weft.models.common.layers import Loss
 from weft.models.common.lazy_blocks import Builders
-from weft.models.common.pair_losses import AnswerSums, pair_losses
+from weft.models.common.pair_losses import AnswerSums, kto_losses, pair_losses
 
 LOSS_BLOCK = "loss"
 REQUIREMENT = "preference pairs"
@@ -51,6 +54,8 @@ class PreferenceLoss(Loss):
         dpo: which loss, and its constants.
         on_token_losses: called with each micro-batch and its losses_BS: how reference
             log-probabilities are computed. While it is set the loss is 0.
+        z0: of kto, see Note [Unpaired answers]; NaN until it is known; None: the forward gives the sum
+            that it is the mean of.
     """
 
     takes_token_losses = True
@@ -60,6 +65,7 @@ class PreferenceLoss(Loss):
         self.dpo = dpo
         self.position_sum: nn.Module = PositionSum()
         self.on_token_losses: Callable[[Batch, Tensor], None] | None = None
+        self.z0: Tensor | float | None = math.nan
 
     @property
     def requirements(self) -> frozenset[str]:
@@ -77,12 +83,17 @@ class PreferenceLoss(Loss):
             self.on_token_losses(batch, losses_BS)
             return losses_BS.sum() * 0
         chosen, rejected, marks = self.answer_sums(self._gains(losses_BS, batch), batch)
-        losses: Tensor = pair_losses(chosen, rejected, self.dpo) * marks
-        return losses.sum() / self.num_ranks
+        if not self.dpo.has_labels:
+            losses = pair_losses(chosen, rejected, self.dpo)
+        elif self.z0 is None:
+            losses = rejected.logprobs
+        else:
+            losses = kto_losses(chosen.logprobs, marks[..., 0], self.z0, self.dpo)
+        return (losses * marks.sum(-1)).sum() / self.num_ranks
 
     def answer_sums(self, values_BS: Tensor, batch: Batch) -> tuple[AnswerSums, AnswerSums, Tensor]:
-        """Sums over the targets of the chosen and of the rejected answers, [B, pairs], and 1 where
-        there is a pair.
+        """Sums over the targets of the chosen and of the rejected answers, [B, pairs], and marks
+        [B, pairs, 2]: 1 at the marked document of each pair.
         """
         if batch.pairs is None or batch.documents is None:
             raise ValueError("the loss of preference pairs needs pairs")
@@ -97,7 +108,7 @@ class PreferenceLoss(Loss):
         gains, num_targets, marks = self.position_sum(sums).unbind(0)
         chosen = AnswerSums(gains[:, 0::2], num_targets[:, 0::2])
         rejected = AnswerSums(gains[:, 1::2], num_targets[:, 1::2])
-        return chosen, rejected, marks[:, 0::2]
+        return chosen, rejected, marks.unflatten(1, (most_pairs, 2))
 
     @property
     def num_ranks(self) -> int:

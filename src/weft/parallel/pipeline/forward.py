@@ -15,7 +15,7 @@ from weft.models.common.batch import Batch, chain
 from weft.models.common.buffer_updates import evaluating
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.boundary import output_shapes, received_input, sent_output
-from weft.parallel.pipeline.player import ActionCallback, Player, StepState
+from weft.parallel.pipeline.player import ActionCallback, Player, PlayResult, StepState
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
 from weft.schedule.actions import Act, Table
@@ -98,16 +98,23 @@ class ForwardPlayer(Player):
             table=forward_table(model.plan.table),
         )
 
-    @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> Tensor:
         """Sum over targets of the last block's loss, float64 scalar; 0 on ranks that do not hold
         that block.
 
         Extra losses of other blocks, which only guide the training, are left out.
         """
+        return self._played(batches).loss
+
+    def losses(self, batches: Sequence[Batch]) -> tuple[Tensor, ...]:
+        """The same for each micro-batch; () on ranks that do not hold that block."""
+        return self._played(batches).losses
+
+    @torch.no_grad()
+    def _played(self, batches: Sequence[Batch]) -> PlayResult:
         seed = torch.ones(())
         with evaluating(self.model.blocks):
-            return self.play(batches, seed).loss
+            return self.play(batches, seed)
 
     def _forward(self, state: StepState, act: Act) -> None:
         batch = state.batches[act.mb]
@@ -120,6 +127,7 @@ class ForwardPlayer(Player):
         out = chain(blocks, x, batch)
         last_stage = self.table.num_stages - 1
         if act.stage == last_stage:
-            state.loss += out.x.double()
+            state.losses.append(out.x.double())
+            state.loss += state.losses[-1]
         else:
             state.outputs[act] = sent_output(plan, act.stage, out.x)

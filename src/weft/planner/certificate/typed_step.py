@@ -84,6 +84,7 @@ def typed_step(
     step = build_configured_step(run.config, plan, comm)
     for _ in dispatches(step):  # all of them have a load that can be assumed
         pass
+    step.kl = None  # forwards alone, of which no gradient depends
     table = thinned(plan.table, tuple(microbatches))
     step.player = Player(
         step.model, before_last_backward=step.grads.set_requires_gradient_sync, table=table

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from weft.comm.observe import Operation
 from weft.comm.transport import Op
 from weft.core.dimension import pipeline_axis
+from weft.layout.plan import Plan
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.kernels import KernelLaunch
-from weft.planner.measure.played_actions import action_keys
 from weft.planner.measure.rank_step import RankStep
 from weft.planner.measure.recorder import RecordedRegion, Started
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.schedule.actions import Act, Table
-from weft.schedule.lower import Instruction, Recv, Send
+from weft.schedule.lower import Instruction, Program, Recv, Send
 
 EXPOSED = "exposed"
 NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight grads"}
@@ -47,14 +47,13 @@ or "exposed".
 def step_overlap(step: RankStep, row: int) -> StepOverlap:
     """The overlap of everything that the rank at pipeline coordinate `row` sends in a step."""
     totals: StepOverlap = {}
-    keys = action_keys(step.plan.table, row)
-    times_of_key = Counter(keys.values())
     labels = _labels(step.regions)
-    for key, times in times_of_key.items():
+    for key, times in step.times_of_key(row).items():
         _add_all(totals, step.actions[key].operations, labels, times)
     for region in step.phases.values():
         _add_all(totals, region.operations, labels, 1)
-    _add_messages(totals, step, row)
+    for program in step.programs:
+        _add_messages(totals, step.plan, program, row)
     return totals
 
 
@@ -133,11 +132,10 @@ def _add(totals: StepOverlap, key: tuple[str, Op], label: str, share: Share) -> 
     )
 
 
-def _add_messages(totals: StepOverlap, step: RankStep, row: int) -> None:
+def _add_messages(totals: StepOverlap, plan: Plan, program: Program, row: int) -> None:
     """Messages between pipeline ranks: by the actions between their start and the wait."""
-    plan = step.plan
-    instructions = plan.program.rows[row]
-    ends = _ends_of_messages(instructions, plan.table)
+    instructions = program.rows[row]
+    ends = _ends_of_messages(instructions, program.table)
     for index, transfer in enumerate(instructions):
         if isinstance(transfer, Act):
             continue

@@ -6,8 +6,10 @@ See Note [A step in regions] in `played_actions`.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from weft.parallel.expert.dispatch import (
 )
 from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.forward import ForwardPlayer, forward_table
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.recompute.blocks import OffloadedBlock
 from weft.parallel.zero.param_group import ParamGroup
@@ -58,6 +61,7 @@ from weft.planner.measure.recorder import (
 )
 from weft.run.rank_status import Phase
 from weft.schedule.actions import Act, Table
+from weft.schedule.lower import Program, lower
 from weft.train.build import build_configured_step
 from weft.train.step import TrainStep
 from weft.train.step_phases import report_blocks
@@ -110,6 +114,8 @@ class RankStep:
         adapted: FLOPs of frozen weights and adapters.
         attention: kernels of attention over whole sequences, and why they are chosen.
         experts: kernels of the products of experts, and why they are chosen.
+        estimates_kl: whether a step begins with forwards of all micro-batches that estimate z0; they
+            are taken for those that were recorded.
     """
 
     plan: Plan
@@ -127,6 +133,19 @@ class RankStep:
     adapted: AdapterFlops = ALL_TRAINED
     attention: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    estimates_kl: bool = False
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """What pipeline ranks play in a step: the schedule, before it forwards alone that estimate z0."""
+        if not self.estimates_kl:
+            return (self.plan.program,)
+        return lower(forward_table(self.plan.table)), self.plan.program
+
+    def times_of_key(self, row: int) -> Counter[ActionKey]:
+        """How often a pipeline coordinate plays each kind of action in a step."""
+        keys = action_keys(self.plan.table, row)
+        return Counter(keys[act] for program in self.programs for act in program.table.rows[row])
 
     def of_equal_blocks(self, plan: Plan) -> RankStep:
         """The step with the names of another plan, whose stages have equal blocks at equal places."""
@@ -283,6 +302,9 @@ def record_step(
         model, recorder, before_last_backward=sync, on_action=marker.on_action, table=table
     )
     report_blocks(model.blocks, recorder.on_block)
+    forwards = step.kl.player if step.kl is not None else None
+    if step.kl is not None:
+        step.kl.player = _NoForwards(model)
     with fused_kernels_on_meta(is_for_gpu=is_for_gpu), recorder:
         step(batches[:1], lr=1.0)
         step.player = recorded_player
@@ -298,6 +320,8 @@ def record_step(
         step(batches, lr=1.0, on_phase=marker.on_phase)
         recorder.end()
         comm.observers = observers
+    if step.kl is not None and forwards is not None:
+        step.kl.player = forwards
     sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
     row = comm.index(pipeline_axis())
     by_name = {region.name: region for region in recorder.regions}
@@ -319,7 +343,16 @@ def record_step(
         num_dispatches=sum(1 for _ in dispatches(step)),
         outer_bytes=step.local_updates.wire.num_bytes if step.local_updates else 0,
         checkpoint_bytes=_checkpoint_bytes(step),
+        estimates_kl=step.kl is not None,
     )
+
+
+class _NoForwards(ForwardPlayer):
+    """The pass that estimates z0 without its forwards, which `RankStep.programs` counts."""
+
+    def losses(self, batches: Sequence[Batch]) -> tuple[Tensor, ...]:
+        zero = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
+        return (zero,) * len(batches)
 
 
 class _RecordedPlayer(Player):

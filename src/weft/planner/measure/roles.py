@@ -169,9 +169,7 @@ def step_copied(step: RankStep, row: int) -> int:
 
 def step_flops(step: RankStep, row: int) -> int:
     """FLOPs of a rank in a step."""
-    keys = action_keys(step.plan.table, row)
-    times_of_key = Counter(keys.values())
     total = sum(region.flops for region in step.phases.values())
-    for key, times in times_of_key.items():
+    for key, times in step.times_of_key(row).items():
         total += times * step.actions[key].flops
     return total

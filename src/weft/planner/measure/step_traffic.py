@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from weft.comm.observe import Operation, Traffic
 from weft.comm.transport import Op
 from weft.core.dimension import pipeline_axis
-from weft.planner.measure.played_actions import action_keys
 from weft.planner.measure.rank_step import RankStep
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.schedule.actions import Act
@@ -24,12 +23,11 @@ def step_traffic(step: RankStep, row: int) -> TrafficByOperation:
     """
     totals: TrafficByOperation = {}
     plan = step.plan
-    times_of_key = Counter(action_keys(plan.table, row).values())
-    for key, times in times_of_key.items():
+    for key, times in step.times_of_key(row).items():
         _add_operations(totals, step.actions[key].operations, times)
     for region in step.phases.values():
         _add_operations(totals, region.operations, 1)
-    for instruction in plan.program.rows[row]:
+    for instruction in chain.from_iterable(program.rows[row] for program in step.programs):
         if isinstance(instruction, Act):
             continue
         size = boundary_bytes(plan, instruction)

@@ -55,9 +55,12 @@ class PipelineOrder(PlayOrder):
     class_of: tuple[int, ...]
 
 
-def pipeline_order(table: Table) -> PipelineOrder:
+def pipeline_order(table: Table, *, whole: Table | None = None) -> PipelineOrder:
     """The order of a table's actions. It depends on the table alone: compute it once for many
     costs.
+
+    Args:
+        whole: of which the table has some actions, which cost as much as there; default: the table.
 
     Raises:
         ScheduleError: the table deadlocks.
@@ -68,8 +71,9 @@ def pipeline_order(table: Table) -> PipelineOrder:
     classes: list[ActionClass] = []
     for row in range(table.num_ranks):
         numbers: dict[int, int] = {}
-        for act, key in action_keys(table, row).items():
-            place = places[act]
+        keys = action_keys(whole or table, row)
+        for act in table.rows[row]:
+            key, place = keys[act], places[act]
             identity = id(key)  # equal keys of a row are one object
             if identity not in numbers:
                 numbers[identity] = len(classes)

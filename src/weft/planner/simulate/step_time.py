@@ -4,6 +4,7 @@ Note [Parts of a step]
     Every rank counts its targets, plays its row of the lowered schedule (pipeline_time.py), and
     finishes its reductions. Then all ranks exchange a few numbers for the global norm, so the
     update of each begins when the last one has come to it. The step ends with the last update.
+    Where z0 of KTO is estimated, forwards of all micro-batches are played before the schedule.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StepTime:
 
     Attributes:
         total_s: of the slowest rank: the sum of the next four.
-        targets_s: before the first action: the count of targets.
+        targets_s: before the first action: the count of targets, and the forwards for z0 of KTO.
         pipeline_s: of the actions, from the first to the last one of any rank.
         reduce_s, update_s: after them: reductions that are still under way, the norm; the
             optimizer.
@@ -112,6 +113,10 @@ def step_time(
     counts = [replay(step.phase(row, "targets")) for row in rows]
     begin = max(count.total for count in counts)
     costs = [step.action(plan, action_class) for action_class in order.classes]
+    if roles[0].step.estimates_kl:
+        forwards = pipeline_order(roles[0].step.programs[0].table, whole=plan.table)
+        forward_costs = [step.action(plan, each) for each in forwards.classes]
+        begin = max(play(forwards, forward_costs, begin=begin).last_end)
     played = play(order, costs, begin=begin)
     reductions = [step.reduction(row, played) for row in rows]
     synced_at = max(span.end for span in reductions)

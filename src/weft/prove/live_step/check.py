@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.core.dimension import local_update_axes, pipeline_axis, plain_data_axes
 from weft.errors import ProofError
 from weft.models.common.batch import Batch
+from weft.models.common.preference import preference_loss_of
 from weft.prove.live_step.compared_numbers import LiveDifference
 from weft.prove.live_step.due import Due
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
@@ -303,6 +304,7 @@ class LiveStepCheck:
         units = self._units(self._replica.rank, is_perturbed=is_perturbed)
         batches = self._batches(live, units)
         live.plain_targets = self._total(sum(int(batch.num_targets()) for batch in batches))
+        self._estimate_z0(live, whole, units)
         scale = live.computed.scale
         rows = GradientRows(
             self.comm,
@@ -315,18 +317,40 @@ class LiveStepCheck:
         numbers = self._passes(live, whole, units).run(rows.add)
         return PlainStep(numbers, rows, whole, initial)
 
-    def _passes(self, live: LiveStep, whole: WholeParameters, units: Sequence[Unit]) -> PlainPass:
-        """Passes of these units through the chain."""
+    def _estimate_z0(self, live: LiveStep, whole: WholeParameters, units: Sequence[Unit]) -> None:
+        """Set z0 of the plain loss, where it is KTO: by a forward of the whole step without dropout
+        and noise.
+        """
+        loss = preference_loss_of(self._plain_chain().blocks)
+        if loss is None or not loss.dpo.has_labels:
+            return
+        loss.z0 = None
+        exact = [replace(unit, noise_seeds=()) for unit in units]
+        losses = self._passes(live, whole, exact, draws=False).losses()
+        total = sum_over_ranks(self.comm, losses).sum()
+        loss.z0 = (total / max(live.plain_targets, 1)).clamp(min=0)
+
+    def _passes(
+        self, live: LiveStep, whole: WholeParameters, units: Sequence[Unit], *, draws: bool = True
+    ) -> PlainPass:
+        """Passes of these units through the chain.
+
+        Args:
+            draws: whether something is dropped; else nothing is, and no graph is kept.
+        """
+        batches = self._batches(live, units)
+        if not draws:
+            batches = [replace(batch, draw_keys=None) for batch in batches]
         return PlainPass(
             self._plain_chain(),
             whole,
             self.types,
             units=units,
-            batches=self._batches(live, units),
+            batches=batches,
             num_sequences=self._replica.num_sequences,
             projection=live.sketches.projection,
             seed_of_loss=live.computed.scale / max(live.plain_targets, 1),
-            most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS,
+            most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS if draws else 0,
         )
 
     def _batches(self, live: LiveStep, units: Sequence[Unit]) -> list[Batch]:

@@ -135,6 +135,11 @@ class PlainPass:
             self._backward(on_gradient)
         return self.numbers
 
+    def losses(self) -> Tensor:
+        """The losses of all units by a forward alone; every rank must call it."""
+        self._forward()
+        return self.numbers.losses
+
     # forward
 
     def _forward(self) -> None:

@@ -21,14 +21,14 @@ from weft.generate.model_source import is_guess
 
 CROSS_ENTROPY = "cross_entropy"
 READ_KEYS = (
-    *(KEY, "data.format", "data.chat_template", "data.packing", "loss"),
+    *(KEY, "data.format", "data.chat_template", "data.packing", "loss", "dpo.loss_type"),
     *("data.token_dtype", "data.mix", "data.tokenizer", "model"),
 )
 """Keys and sections that the checks of the training data read."""
 
 
 def source_faults(
-    data: DataConfig, model: ModelSection, *, loss: str = CROSS_ENTROPY
+    data: DataConfig, model: ModelSection, *, loss: str = CROSS_ENTROPY, has_labels: bool = False
 ) -> Iterator[Fault]:
     """Faults of the training data; the digits, which take a second to load, are only checked for
     existence.
@@ -38,17 +38,33 @@ def source_faults(
         if is_digits:
             images.check_digits()
         else:
-            yield from kind_faults(open_data(data, model), loss)
+            yield from kind_faults(open_data(data, model), loss, has_labels=has_labels)
             yield from _content_faults(sources_of(data))
     except DataError as error:
         for fault in error.faults:
             yield _with_possible_fix(fault, from_hf=model.from_hf)
 
 
-def kind_faults(samples: Samples, loss: str) -> Iterator[Fault]:
-    """Preference pairs are trained on by dpo and as rewards, and nothing else is."""
-    has_pairs = "pairs" in samples.facts()
+def kind_faults(samples: Samples, loss: str, *, has_labels: bool = False) -> Iterator[Fault]:
+    """Preference pairs are trained on by dpo and as rewards, answers with labels by KTO, and nothing
+    else is.
+
+    Args:
+        has_labels: whether the loss of dpo is KTO.
+    """
+    facts = samples.facts()
+    has_pairs, has_answers = "pairs" in facts, "answers" in facts
     if loss == "classify":
+        return
+    if has_answers or (has_labels and loss == "dpo"):
+        if not has_answers:
+            need = '{"prompt": "...", "completion": "...", "label": true}'
+            fix = "--data.format unpaired, or another --dpo.loss_type"
+            yield Fault("dpo.loss_type", "kto needs labelled answers", "other data", need, fix)
+        elif not has_labels or loss != "dpo":
+            what = "the answers have labels, which KTO alone reads"
+            fix = "--loss dpo --dpo.loss_type kto"
+            yield Fault("loss", what, got=loss, need="kto", fix=fix)
         return
     if has_pairs and loss == CROSS_ENTROPY:
         what = "cross entropy would imitate rejected answers as well"
@@ -102,6 +118,7 @@ def validation_faults(
     evaluation: EvalConfig,
     *,
     loss: str = CROSS_ENTROPY,
+    has_labels: bool = False,
     global_size: int = 1,
 ) -> Iterator[Fault]:
     """Faults of the validation data, where the run has evaluations.
@@ -113,7 +130,7 @@ def validation_faults(
         return
     try:
         samples = open_validation(data, model, source=evaluation.source)
-        yield from kind_faults(samples, loss)
+        yield from kind_faults(samples, loss, has_labels=has_labels)
         if not num_evaluated(samples, global_size):
             what = "holds less than a batch, and a sample that does not count cannot fill it"
             got, need = counted(samples.num_samples, "sample"), f"{global_size} or more"

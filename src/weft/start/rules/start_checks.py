@@ -24,7 +24,10 @@ from weft.track.tracker import tracker_faults
 def data_checks(run: Run) -> tuple[Check, ...]:
     """The checks of training and validation data, bound to the sections of a run."""
     training = Check(
-        reads=READ_KEYS, find=partial(source_faults, run.data, run.model, loss=run.loss)
+        reads=READ_KEYS,
+        find=partial(
+            source_faults, run.data, run.model, loss=run.loss, has_labels=run.dpo.has_labels
+        ),
     )
     validation = Check(
         reads=(*READ_KEYS, "eval", "batch.global_size"),
@@ -34,6 +37,7 @@ def data_checks(run: Run) -> tuple[Check, ...]:
             run.model,
             run.eval,
             loss=run.loss,
+            has_labels=run.dpo.has_labels,
             global_size=run.batch.global_size,
         ),
     )
