@@ -34,10 +34,10 @@ def unsummed_last_chunk(total: Callable[..., Tensor], shard: Any, x: Tensor) -> 
     return x if x.shape[-1] < before else total(shard, x)
 
 
-def masked_targets_as_first_entry(chunks: Callable[..., Any], *operands: Any) -> Any:
+def masked_targets_as_first_entry(chunks: Callable[..., Any], self: Any, *operands: Any) -> Any:
     """Targets that do not count are those of the first entry of the vocabulary."""
-    x, weight, bias, targets, vocabulary = operands
-    return chunks(x, weight, bias, targets.where(targets != IGNORE, 0), vocabulary)
+    x, weight, bias, targets = operands
+    return chunks(self, x, weight, bias, targets.where(targets != IGNORE, 0))
 
 
 MUTANTS = (
@@ -65,7 +65,11 @@ MUTANTS = (
         "masked_targets_count_in_chunks",
         "tokens without a target have the loss of another",
         MutantLayout("dp2", options=CHUNKED, documents=True),
-        (FunctionFault("weft.models.common.head_output:_chunks", masked_targets_as_first_entry),),
+        (
+            FunctionFault(
+                "weft.models.common.head_output:_Chunks.of", masked_targets_as_first_entry
+            ),
+        ),
         axes=(DP_AXIS, ""),
         blocks=("head",),
     ),
