@@ -269,7 +269,7 @@ def open_model_tokenizer(request: SamplingOptions, source: ModelSource) -> Token
     """
     if getattr(source.run.model, "labels", 0):
         what = "scores texts and generates none"
-        raise ConfigError(Fault(str(source.path), what, fix="weft eval, which scores texts"))
+        raise ConfigError(Fault(str(source.path), what, fix="another model, or the command eval"))
     try:
         if request.tokenizer:
             return open_tokenizer(request.tokenizer)
