@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from tests.clusters import hosts as hosts_module
 from tests.clusters.hosts import Hosts
-from tests.clusters.training import ENVIRONMENT, cluster_marks
+from tests.clusters.training import cluster_marks, run_on_each
 from weft.config.hardware import read_fields
 
 pytestmark = cluster_marks(hosts_module.unavailable())
@@ -37,19 +35,7 @@ def measure(
     words += ["--smallest", "8KB", "--largest", largest, "--factor", factor, "--seconds", "1"]
     words += ["--operations", operations]
     words += ["--json", str(folder / "x.json"), "--write", str(folder / "x.toml")]
-    logs = [folder / f"{name}.log" for name in hosts.names]
-    agents = []
-    for index, log in enumerate(logs):
-        agents.append(hosts.start(index, words, env=ENVIRONMENT, log=log))
-    try:
-        codes = [agent.wait(TIMEOUT_S) for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-    text = "\n".join(log.read_text(errors="replace") for log in logs)
-    assert codes == [0] * hosts.size, text[-6000:]
+    run_on_each(hosts, folder, words, timeout_s=TIMEOUT_S)
     text = (folder / "x.json").read_text(encoding="utf-8")
     report: dict[str, Any] = json.loads(text)
     return report

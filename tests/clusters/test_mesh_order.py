@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from tests.clusters import hosts as hosts_module
 from tests.clusters.hosts import Hosts
-from tests.clusters.training import ENVIRONMENT, cluster_marks, events
+from tests.clusters.training import cluster_marks, events, run_on_each
 from tests.tiny_run import TINY
 
 pytestmark = cluster_marks(hosts_module.unavailable())
@@ -39,19 +37,7 @@ def train(hosts: Hosts, folder: Path, *words: str) -> list[dict[str, Any]]:
     command += ["--batch.micro_size", "4", "--data.seq_len", "256", "--model.dim", "64"]
     command += ["--steps", "6", "--prove.before", "never", "--out", str(out), *words]
     folder.mkdir()
-    logs = [folder / f"{name}.log" for name in hosts.names]
-    agents = []
-    for index, log in enumerate(logs):
-        agents.append(hosts.start(index, command, env=ENVIRONMENT, log=log))
-    try:
-        codes = [agent.wait(TIMEOUT_S) for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-    text = "\n".join(log.read_text(errors="replace") for log in logs)
-    assert codes == [0, 0], text[-6000:]
+    run_on_each(hosts, folder, command, timeout_s=TIMEOUT_S)
     return events(out)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.clusters.hosts import Hosts
 from tests.tiny_run import TINY
 
 STEPS = 200
@@ -99,3 +101,20 @@ def wait_until(is_true: Callable[[], bool], what: str, logs: Mapping[str, Path])
             raise AssertionError(f"not after {WAIT_S:.0f} s: {what}\n" + "\n".join(texts))
         time.sleep(0.1)
     return time.monotonic() - start_s
+
+
+def run_on_each(hosts: Hosts, folder: Path, command: Sequence[str], *, timeout_s: float) -> None:
+    """Run a command on every host at the same time; each must end with exit code 0 in time."""
+    logs = [folder / f"{name}.log" for name in hosts.names]
+    agents = []
+    for index, log in enumerate(logs):
+        agents.append(hosts.start(index, command, env=ENVIRONMENT, log=log))
+    try:
+        codes = [agent.wait(timeout_s) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    text = "\n".join(log.read_text(errors="replace") for log in logs)
+    assert codes == [0] * hosts.size, text[-6000:]

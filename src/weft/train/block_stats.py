@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.dimension import local_update_axes, pipeline_axis
-from weft.layout.compilation import NOT_COMPILED
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero import grad_norm
 from weft.train.expert_load import imbalance
@@ -24,7 +23,7 @@ GRADIENTS, PARAMETERS, ENTRIES, LOAD, OUTPUTS, OUTPUT_ENTRIES = range(COLUMNS)
 """Columns of the sums of a block: squares of the gradients, squares of the parameters, entries; largest over mean
 load of an expert, which one rank adds; squares and entries of the outputs.
 """
-NOT_HANDED_ON = tuple(name for name in NOT_COMPILED if name != "embed")
+NOT_HANDED_ON = ("head", "loss")
 """Blocks whose outputs are logits or losses."""
 
 
