@@ -62,7 +62,6 @@ from weft_plan.commands.calibrate import runs_of
 from weft_plan.commands.calibrate_options import CalibrateOptions
 from weft_plan.commands.calibrate_run import (
     example_batches,
-    load_note,
     report,
     start_of,
     write_constants,
@@ -404,7 +403,6 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    print(load_note() or "the machine is idle")
     path = args.hardware
     if path is None:
         path = args.folder / "four-ranks.toml"

@@ -97,9 +97,23 @@ class WithoutHooks(ast.NodeTransformer):
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         return node.body if ast.unparse(node.test) == "recorder is None" else node
 
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        node.values = [v for v in node.values if ast.unparse(v) != "recorder is not None"]
+        return node
+
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        is_recorder = ast.unparse(node.targets[0]) == "recorder"
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            kept = [at for at, name in enumerate(target.elts) if ast.unparse(name) != "recorder"]
+            target.elts = [target.elts[at] for at in kept]
+            value.elts = [value.elts[at] for at in kept]
+        is_recorder = ast.unparse(target) == "recorder"
         return None if is_recorder else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        nothing = ast.Constant(None)
+        node.args = [nothing if ast.unparse(arg) == "recorder" else arg for arg in node.args]
+        return self.generic_visit(node)
 
 
 def has_recorder(tree: ast.AST) -> bool:
