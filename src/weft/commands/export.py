@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -19,21 +19,30 @@ from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES, FILE
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.model_source import ModelSource, find_model
+from weft.hf.gguf_model import model_faults
+from weft.hf.gguf_tokenizer import bytes_vocabulary, tokenizer_faults, vocabulary_of
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, reject_existing
 from weft.models import FAMILIES
 from weft.start.checked_run import set_openmp_policy
 from weft.start.messages import print_messages
 from weft.start.rules.run_folders import write_problem
 
+if TYPE_CHECKING:
+    from weft.hf.export_hf import Merge
+    from weft.hf.import_hf import TransferResult
+
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
-LINE = "export a checkpoint as a Hugging Face folder: config.json and safetensors"
+LINE = "export a checkpoint as a Hugging Face folder, or as GGUF for llama.cpp"
 
 
 class ExportOptions(ConfigSection):
     """Flags of `weft export`."""
 
-    dtype: Literal["stored", "float64", "float32", "bfloat16", "float16"] = Field(
-        "stored", description="type of the tensors; stored: as the checkpoint has them"
+    format: Literal["safetensors", "gguf"] = Field(
+        "safetensors", description="gguf: DIR/model.gguf, for llama.cpp and Ollama"
+    )
+    dtype: Literal["stored", "float64", "float32", "bfloat16", "float16", "q8_0"] = Field(
+        "stored", description="type of the tensors; stored: as in the checkpoint; q8_0: of gguf"
     )
     max_shard_bytes: int = Field(5 * 10**9, ge=1, description="largest file of tensors, bytes")
     adapters: bool = Field(
@@ -64,12 +73,15 @@ def export(words: Sequence[str]) -> int:
     if options.adapters and not source.run.lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
+    faults = tuple(_format_faults(options))
+    if faults:
+        raise CheckpointError(*faults)
     others = tuple(map(_merged_path, options.merge))
     for path in others:
         check_stored_bytes(path)
     read_sidecars(sidecar_folders(source))
     notes = list(source.notes)
-    if not options.adapters:
+    if not options.adapters and options.format != "gguf":
         notes.extend(_tokenizer_notes(source, folder))
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
@@ -83,17 +95,67 @@ def export(words: Sequence[str]) -> int:
     if options.adapters:
         base = source.run.model.from_hf
         return print_result(export_adapters(source.path, folder, base=base, merge=merge))
-    result = export_hf(
-        source.path,
-        folder,
-        dtype=None if options.dtype == "stored" else options.dtype,
-        max_shard_bytes=options.max_shard_bytes,
-        sidecar_folders=tuple(sidecar_folders(source)),
-        compares=options.compare,
-        merge=merge,
-    )
+    dtype = None if options.dtype == "stored" else options.dtype
+    if options.format == "gguf":
+        result = _export_gguf(source, folder, options, dtype=dtype, merge=merge)
+    else:
+        result = export_hf(
+            source.path,
+            folder,
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_bytes,
+            sidecar_folders=tuple(sidecar_folders(source)),
+            compares=options.compare,
+            merge=merge,
+        )
     print_result("\n".join(result.lines))
     return EXIT_OK if result.is_equal else EXIT_FAILED
+
+
+def _export_gguf(
+    source: ModelSource, folder: Path, options: ExportOptions, *, dtype: str | None, merge: Merge
+) -> TransferResult:
+    """Describe the model, check that GGUF can hold it and its tokenizer, write it.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    from weft.hf.export_hf import describe_checkpoint
+    from weft.hf.gguf_file import export_gguf
+
+    model = describe_checkpoint(
+        source.path, folder, dtype=None, sidecar_folders=tuple(sidecar_folders(source)), merge=merge
+    )
+    faults = list(model_faults(model.config))
+    text = model.texts.get(FILE)
+    if text is not None:
+        faults.extend(tokenizer_faults(text))
+    elif source.run.data.tokenizer != BYTES:
+        fix = f"put its {FILE} into the run's folder {SIDECAR_FOLDER}/"
+        faults.append(Fault("tokenizer", f"{source.run.data.tokenizer} is not there", fix=fix))
+    if faults:
+        raise CheckpointError(*faults)
+    size = model.config["vocab_size"]
+    if text is None:
+        vocabulary = bytes_vocabulary(size)
+    else:
+        vocabulary = vocabulary_of(text, size, end=source.tokenizer().end)
+    return export_gguf(model, folder, vocabulary=vocabulary, dtype=dtype, compares=options.compare)
+
+
+def _format_faults(options: ExportOptions) -> Iterator[Fault]:
+    """Options that the other format has not."""
+    is_gguf = options.format == "gguf"
+    fix = "export without --adapters, which merges them, or without --format"
+    if is_gguf and options.adapters:
+        yield Fault("adapters", "gguf has the whole model", got="True", need="False", fix=fix)
+    if is_gguf and options.max_shard_bytes != ExportOptions().max_shard_bytes:
+        fix = "leave it out"
+        yield Fault(
+            "max_shard_bytes", "gguf is one file", got=str(options.max_shard_bytes), fix=fix
+        )
+    if options.dtype == "q8_0" and not is_gguf:
+        yield Fault("dtype", "safetensors have no such type", got="q8_0", fix="add --format gguf")
 
 
 def _check_writable(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,14 @@ Dtypes = Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True)
+class Gguf:
+    """A file in a folder, and the content of the config.json that it was written from."""
+
+    file: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class LogitsComparison:
     """Outcome of a comparison; `reason` where nothing was compared."""
 
@@ -60,12 +70,18 @@ NOT_COMPARED = LogitsComparison(reason="as asked")
 
 
 def compare_logits(
-    folder: Path, source: Source, cfg: ModelConfig, *, dtypes: Dtypes | None = None
+    folder: Path,
+    source: Source,
+    cfg: ModelConfig,
+    *,
+    dtypes: Dtypes | None = None,
+    gguf: Gguf | None = None,
 ) -> LogitsComparison:
     """Logits of the folder in transformers and of `source` in weft.
 
     Args:
         dtypes: parameter -> the type that its values were rounded to on their way to the folder.
+        gguf: what transformers reads in place of safetensors.
 
     Raises:
         WeftError: transformers cannot load the folder.
@@ -84,7 +100,7 @@ def compare_logits(
     tokens = torch.randint(vocab, (NUM_SEQUENCES, seq_len), generator=generator)
     with torch.no_grad():
         labels = getattr(cfg, "labels", 0)
-        expected = hf_logits(folder, tokens, labels=labels)
+        expected = hf_logits(folder, tokens, labels=labels, gguf=gguf)
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
         if labels:
             found = found[:, -1]
@@ -92,7 +108,7 @@ def compare_logits(
     return LogitsComparison(difference=difference.item(), largest=expected.abs().max().item())
 
 
-def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0) -> Tensor:
+def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0, gguf: Gguf | None = None) -> Tensor:
     """Logits of transformers, float32; of a model with labels those of the last token, [B, L]."""
     import transformers  # an extra, and seconds to import
 
@@ -103,8 +119,17 @@ def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0) -> Tensor:
     auto_model: Any = transformers.AutoModelForCausalLM
     if is_scored:
         auto_model = transformers.AutoModelForSequenceClassification
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    bars: AbstractContextManager[object] = nullcontext()
+    if gguf is not None:
+        # Its reader takes some fields from defaults of the class (n_positions, head_dim) and not
+        # from the file, so that the config is given.
+        config = transformers.AutoConfig.for_model(**gguf.config)
+        options.update(gguf_file=gguf.file, config=config)
+        bars = redirect_stderr(io.StringIO())  # progress of its own
     try:
-        model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        with bars:
+            model: Any = auto_model.from_pretrained(folder, **options)
     except Exception as error:
         raise WeftError(f"{folder}: transformers cannot load it: {error}") from error
     model.eval()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from weft.hf.match import mapping_of
 from weft.hf.peft import unexpected_keys
 from weft.hf.placement import hf_tensors
 from weft.hf.sidecar import read_sidecars, reject_existing
-from weft.hf.write import choose_dtypes, main_dtype, write_folder
+from weft.hf.write import TypedTensor, choose_dtypes, main_dtype, write_folder
 from weft.models import FAMILIES
 from weft.view.quantity import memory
 
@@ -64,6 +65,64 @@ class Merge:
 ALONE = Merge()
 
 
+@dataclass(frozen=True)
+class HFModel:
+    """A checkpoint in terms of a Hugging Face folder.
+
+    Attributes:
+        typed: tensors of the folder.
+        config: content of config.json.
+        texts: name -> content of further small files.
+    """
+
+    source: Source
+    cfg: ModelConfig
+    typed: tuple[TypedTensor, ...]
+    config: Mapping[str, Any]
+    texts: Mapping[str, str]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Parameter -> type of its tensor."""
+        return {at.param: each.dtype for each in self.typed for at in each.tensor.placements}
+
+
+def describe_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: str | None,
+    sidecar_folders: Iterable[Path],
+    merge: Merge = ALONE,
+) -> HFModel:
+    """A checkpoint as a Hugging Face folder would have it; adapters are merged.
+
+    Args:
+        folder: where it will be written, for messages.
+        dtype: of the tensors, torch's name; None: as they are stored.
+        sidecar_folders: folders that may have the small files that the model was imported with.
+
+    Raises:
+        CheckpointError: transformers has no such model, or the folder exists already.
+    """
+    reject_existing(folder)
+    model = _open_model(checkpoint, merge)
+    source = model.source
+    cfg = model.cfg
+    texts = read_sidecars(sidecar_folders)
+    original = json.loads(texts.pop(CONFIG, "{}"))
+    faults = tuple(unwritable(cfg, FAMILIES))
+    if faults:
+        raise CheckpointError(*faults)
+    mapping = mapping_of(cfg.family)
+    ties = FAMILIES[cfg.family].ties(cfg)
+    tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
+    typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
+    classes = (model.facts.run.get("data") or {}).get("classes", ())
+    config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original, classes=classes)
+    return HFModel(source, cfg, typed, config, texts)
+
+
 def export_hf(
     checkpoint: Path,
     folder: Path,
@@ -85,31 +144,23 @@ def export_hf(
         CheckpointError: transformers has no such model, the folder exists already, or a disk
             error occurs.
     """
-    reject_existing(folder)
-    model = _open_model(checkpoint, merge)
-    source = model.source
-    cfg = model.cfg
-    texts = read_sidecars(sidecar_folders)
-    original = json.loads(texts.pop(CONFIG, "{}"))
-    faults = tuple(unwritable(cfg, FAMILIES))
-    if faults:
-        raise CheckpointError(*faults)
-    mapping = mapping_of(cfg.family)
-    ties = FAMILIES[cfg.family].ties(cfg)
-    tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
-    typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
-    classes = (model.facts.run.get("data") or {}).get("classes", ())
-    config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original, classes=classes)
-    write_folder(folder, typed, source, max_shard_bytes=max_shard_bytes, texts=texts, config=config)
+    model = describe_checkpoint(
+        checkpoint, folder, dtype=dtype, sidecar_folders=sidecar_folders, merge=merge
+    )
+    write_folder(
+        folder,
+        model.typed,
+        model.source,
+        max_shard_bytes=max_shard_bytes,
+        texts=model.texts,
+        config=model.config,
+    )
     comparison = NOT_COMPARED
     if compares:
-        dtypes = {
-            placement.param: each.dtype for each in typed for placement in each.tensor.placements
-        }
-        comparison = compare_logits(folder, source, cfg, dtypes=dtypes)
-    num_bytes = sum(each.num_bytes for each in typed)
-    size = f"{memory(num_bytes)}, {len(typed)} tensors"
-    line = f"{folder}: {count_params(source)}, {config['torch_dtype']}, {size}"
+        comparison = compare_logits(folder, model.source, model.cfg, dtypes=model.dtypes)
+    num_bytes = sum(each.num_bytes for each in model.typed)
+    size = f"{memory(num_bytes)}, {len(model.typed)} tensors"
+    line = f"{folder}: {count_params(model.source)}, {model.config['torch_dtype']}, {size}"
     return TransferResult(lines=(line, str(comparison)), is_equal=comparison.is_equal)
 
 

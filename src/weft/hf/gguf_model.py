@@ -1,0 +1,212 @@
+"""Which models a GGUF file can hold, and how its fields and tensors follow from a Hugging Face folder's. No torch.
+
+llama.cpp computes each architecture with code of its own, so that a field that it does not read is a
+difference of numbers: what is not known to be read is rejected here.
+
+Source: the GGUF specification in ggml's docs/gguf.md; llama.cpp's convert_hf_to_gguf.py for the
+permutation, the transposed and the stacked tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import Fault
+
+PACKAGE = "gguf"
+KEY = "format"
+NORMS_IN_PAIRS = frozenset(("llama", "mistral"))
+"""Types whose q and k llama.cpp rotates in neighbouring pairs of rows, and not in two halves."""
+ARCHITECTURES: Mapping[str, str] = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+"""Model type of config.json -> GGUF's name of the architecture."""
+STORED_BY_INPUT = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+"""GPT-2's linears, [in, out]; GGUF has [out, in]."""
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "linear": frozenset(("factor",)),
+    "yarn": frozenset(("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")),
+    "llama3": frozenset(
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ),
+}
+"""Type of a rope scaling -> its keys that GGUF has."""
+YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
+"""What llama.cpp computes with."""
+
+
+def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Why a GGUF file cannot hold the model of this config.json, if it cannot."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        fix = "pip install 'weft-train[gguf]', or leave --format out"
+        yield Fault(KEY, f"{PACKAGE} is not installed", fix=fix)
+    converter = "export without --format, and convert the folder with llama.cpp's own program"
+    kind = config["model_type"]
+    if kind not in ARCHITECTURES:
+        need = f"one of {', '.join(ARCHITECTURES)}"
+        yield Fault(KEY, "is not written for this model", got=kind, need=need, fix=converter)
+        return
+    if ("ForCausalLM" not in config["architectures"][0] and kind != "gpt2") or "id2label" in config:
+        what = "is for models that continue texts"
+        yield Fault(KEY, what, got=config["architectures"][0], fix=converter)
+    if not config.get("norm_topk_prob", True):
+        what = "llama.cpp divides the weights of the chosen experts by their sum"
+        yield Fault("model.norm_topk_prob", what, got="False", need="True", fix=converter)
+    scaling = config.get("rope_scaling") or {}
+    name = scaling.get("rope_type", "default")
+    if name != "default":
+        known = ROPE_KEYS.get(name, frozenset()) | {"rope_type"}
+        others = [key for key in scaling if key not in known and scaling[key] is not None]
+        others += [key for key, beta in YARN_BETAS.items() if scaling.get(key, beta) != beta]
+        if name not in ROPE_KEYS or others:
+            got = ", ".join([name, *others])
+            need = f"one of {', '.join(ROPE_KEYS)}"
+            yield Fault(
+                "model.rope_scaling", "llama.cpp has no such", got=got, need=need, fix=converter
+            )
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Positions that llama.cpp computes as the model does: it has no sliding windows for these architectures."""
+    length = int(config.get("max_position_embeddings") or config["n_positions"])
+    window = config.get("sliding_window")
+    return min(length, int(window)) if window else length
+
+
+def add_fields(writer: Any, config: Mapping[str, Any]) -> None:
+    """The fields of the model, into a `gguf.GGUFWriter`."""
+    import gguf
+
+    heads = config.get("num_attention_heads") or config["n_head"]
+    dim = config.get("hidden_size") or config["n_embd"]
+    writer.add_context_length(context_length(config))
+    writer.add_embedding_length(dim)
+    writer.add_block_count(num_layers(config))
+    writer.add_feed_forward_length(config.get("intermediate_size") or config["n_inner"])
+    writer.add_head_count(heads)
+    writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "gpt2":
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    head_dim = config.get("head_dim") or dim // heads
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_theta"])
+    if config["model_type"] == "qwen3_moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    scaling = config.get("rope_scaling") or {}
+    name = scaling.get("rope_type", "default")
+    if name in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(name))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if name == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    """Layers of the model."""
+    return int(config.get("num_hidden_layers") or config["n_layer"])
+
+
+def rope_divisors(config: Mapping[str, Any]) -> list[float]:
+    """By what Llama 3's scaling divides each frequency of the rotation; empty under another scaling.
+
+    Source: Meta's llama-models, `apply_scaling`.
+    """
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return []
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    factor, low, high = (scaling[f"{name}factor"] for name in ("", "low_freq_", "high_freq_"))
+    original = scaling["original_max_position_embeddings"]
+    divisors = []
+    for pair in range(dim // 2):
+        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * pair / dim)
+        share = (original / wavelength - low) / (high - low)  # of the unscaled frequency
+        share = min(max(share, 0.0), 1.0)
+        divisors.append(1 / ((1 - share) / factor + share))
+    return divisors
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor of the file.
+
+    Attributes:
+        sources: names of the folder's tensors: one, or one for each expert, which are stacked.
+        shape: rows first, as numpy has it.
+        is_transposed: whether the folder's tensor is stored as [in, out].
+        num_heads: heads whose rows go from halves to neighbouring pairs; 0: rows stay.
+        is_wide: whether it is stored in 32 bits, whatever the type of the others.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_transposed: bool
+    num_heads: int
+    is_wide: bool
+
+
+def tensors_of(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> tuple[GGUFTensor, ...]:
+    """The tensors of the file, in the order of the folder's.
+
+    Args:
+        shapes: of the folder's tensors by name.
+    """
+    import gguf
+
+    kind = config["model_type"]
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
+    names = gguf.get_tensor_name_map(arch, num_layers(config))
+    sources: dict[str, list[str]] = {}
+    for name in sorted(shapes, key=_by_expert):
+        stacked = names.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        assert stacked is not None, name
+        sources.setdefault(stacked, []).append(name)
+    heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
+    found = []
+    for stacked, parts in sources.items():
+        shape = tuple(shapes[parts[0]])
+        is_transposed = kind == "gpt2" and STORED_BY_INPUT.search(parts[0]) is not None
+        if is_transposed:
+            shape = shape[::-1]
+        if EXPERT.search(parts[0]):
+            shape = (len(parts), *shape)
+        projection = re.search(r"\.([qk])_proj\.", parts[0])
+        is_paired = kind in NORMS_IN_PAIRS and projection is not None
+        found.append(
+            GGUFTensor(
+                stacked,
+                tuple(parts),
+                shape,
+                is_transposed,
+                num_heads=int(heads[projection[1]] or 0) if is_paired and projection else 0,
+                is_wide=len(shape) == 1 or "ffn_gate_inp" in stacked or "position" in stacked,
+            )
+        )
+    return tuple(found)
+
+
+def _by_expert(name: str) -> tuple[str, int]:
+    """Sorts experts by their number."""
+    match = EXPERT.search(name)
+    return EXPERT.sub(".experts.", name), int(match[1]) if match else 0
