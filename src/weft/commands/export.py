@@ -65,6 +65,9 @@ def export(words: Sequence[str]) -> int:
         return show_help(ExportOptions(), f"weft export {USAGE}", LINE)
     options, places = read_options(words, ExportOptions)
     _check_places(places)
+    faults = tuple(_format_faults(options))
+    if faults:
+        raise CheckpointError(*faults)
     source = find_exportable(places[0])
     folder = Path(places[1])
     reject_existing(folder)
@@ -73,9 +76,6 @@ def export(words: Sequence[str]) -> int:
     if options.adapters and not source.run.lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
-    faults = tuple(_format_faults(options))
-    if faults:
-        raise CheckpointError(*faults)
     others = tuple(map(_merged_path, options.merge))
     for path in others:
         check_stored_bytes(path)

@@ -63,12 +63,12 @@ def export_gguf(
     num_bytes = write_gguf(model, folder, vocabulary=vocabulary, dtype=dtype)
     comparison = LogitsComparison(reason=f"{dtype} rounds the values")
     if compares and dtype != Q8:
-        rounded = getattr(torch, dtype)
-        dtypes = {
-            at.param: rounded if len(each.tensor.shape) > 1 else each.dtype
-            for each in model.typed
-            for at in each.tensor.placements
-        }
+        dtypes = dict(model.dtypes)
+        by_name = {each.tensor.name: each.tensor for each in model.typed}
+        for tensor in _tensors(model):
+            if not tensor.is_wide:
+                placements = (at for name in tensor.sources for at in by_name[name].placements)
+                dtypes.update((at.param, getattr(torch, dtype)) for at in placements)
         comparison = compare_logits(
             folder, model.source, model.cfg, dtypes=dtypes, gguf=Gguf(FILE, model.config)
         )
@@ -95,9 +95,8 @@ def write_gguf(model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: s
     reject_existing(folder)
     config = model.config
     by_name = {each.tensor.name: each for each in model.typed}
-    shapes = {name: each.tensor.shape for name, each in by_name.items()}
-    tensors = tensors_of(config, shapes)
-    need_bytes = sum(4 * Box.whole(shape).size for shape in shapes.values())
+    tensors = _tensors(model)
+    need_bytes = sum(4 * Box.whole(tensor.shape).size for tensor in tensors)
     with new_folder(folder, need_bytes=need_bytes) as unfinished:
         path = unfinished / FILE
         writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
@@ -131,6 +130,10 @@ def write_gguf(model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: s
         with path.open("rb") as file:
             os.fsync(file.fileno())
         return path.stat().st_size
+
+
+def _tensors(model: HFModel) -> tuple[GGUFTensor, ...]:
+    return tensors_of(model.config, {each.tensor.name: each.tensor.shape for each in model.typed})
 
 
 def chat_template_of(texts: Mapping[str, str]) -> str | None:
