@@ -177,6 +177,7 @@ def test_shares_are_what_remains_without_launch_and_memory() -> None:
         compute_times("attention", "float32", 4.1, flops=10**12, num_bytes=1),
         compute_times("memory", "float32", 1.0, num_bytes=10**12),
         compute_times("launch", "float32", 0.1),
+        compute_times("step", "float32", 0.3),
     ]
     measured = compute_figures(times, device="cpu", label="x", node=2, memory_bytes=1e9)
     assert measured.figures["fp32_tflops"] == 1.0
@@ -185,7 +186,7 @@ def test_shares_are_what_remains_without_launch_and_memory() -> None:
     assert measured.shares["attention"].value == pytest.approx(0.25)
     reached = [1 / 0.9, 0.5]
     assert measured.shares["gemm"].value == pytest.approx(sum(reached) / 2)
-    assert measured.costs == {"launch_s": 0.1}
+    assert measured.costs == {"launch_s": 0.3}
 
 
 MEASURED = MeasuredFigures(
@@ -260,7 +261,7 @@ def test_every_kind_of_work_is_timed_on_all_ranks() -> None:
     reports = run_ranks("dp2", lambda comm: measure_computation(comm, TINY_SUITE, budget_s=1e-4))
     assert reports[0] == reports[1]
     kinds = [row.work.kind for row in reports[0]]
-    assert kinds == ["gemm", "attention", "attention", "memory", "memory", "launch"]
+    assert kinds == ["gemm", "attention", "attention", "memory", "memory", "launch", "step"]
     gemm, forward, both = reports[0][:3]
     assert gemm.work.flops == 2 * 8**3
     pairs = 16 * 17 // 2

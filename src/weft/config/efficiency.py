@@ -26,7 +26,8 @@ class Efficiency:
         score_bytes: bytes that attention moves for each score, forward; 2.5 times in the backward.
             0: attention is fused.
         memory: of the memory bandwidth. Above 1 where kernels are fused that are counted apart.
-        launch_s: seconds that the host takes for each kernel: none takes less.
+        launch_s: seconds that the host takes for each kernel of a training step: none takes less; on
+            a CPU, beside its work.
         link, network: of the bandwidth inside and between nodes.
         latency_s, network_latency_s: of each step of a ring inside a node, and between nodes.
         overlap_slowdown: seconds that kernels lose for each second of a collective beside them:

@@ -1,4 +1,4 @@
-"""Times of matrix products, attention, memory traffic and launches on a device, on several ranks at once."""
+"""Times of products, attention, memory traffic, launches and a tiny step on a device, on several ranks at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from weft.comm.comm import Comm
 from weft.planner.measure.kernels import attended_pairs
 from weft_plan.bench.clock import Times, timed_for
+from weft_plan.bench.host_time import tiny_step
 
-WorkKind = Literal["gemm", "attention", "memory", "launch"]
+WorkKind = Literal["gemm", "attention", "memory", "launch", "step"]
 GemmShape = tuple[int, int, int]
 """Rows, columns and inner length."""
 AttentionShape = tuple[int, int, int, int]
@@ -35,6 +36,7 @@ class ComputeWork:
         flops: multiplications and additions, of attended pairs only.
         num_bytes: of distinct inputs and outputs.
         outputs: of a matrix product.
+        launches: kernels that one run of it launches; its times are of one of them.
     """
 
     kind: WorkKind
@@ -43,6 +45,7 @@ class ComputeWork:
     flops: int = 0
     num_bytes: int = 0
     outputs: int = 0
+    launches: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,8 @@ def measure_computation(
     for work, run in _pieces(suite, comm.device):
         comm.barrier_world()
         times = _timed_in(work.dtype, run, budget_s, comm.device)
-        num_runs = NUM_LAUNCHES if work.kind == "launch" else 1
         works.append(work)
-        own_times.append((times.min_s / num_runs, times.median_s / num_runs))
+        own_times.append((times.min_s / work.launches, times.median_s / work.launches))
     rows = torch.tensor([own_times], dtype=torch.float64, device=comm.device)
     middle = comm.all_gather_world(rows).median(dim=0).values.cpu()
     return tuple(
@@ -151,6 +153,8 @@ def _pieces(suite: ComputeSuite, device: torch.device) -> Iterator[Piece]:
             yield _attention_with_backward(sizes, dtype, device)
     yield from _memory(suite.memory_bytes, device)
     yield _launches(device)
+    step, launches = tiny_step(device)
+    yield ComputeWork("step", "a step of a tiny model", "float32", launches=launches), step
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -238,4 +242,4 @@ def _launches(device: torch.device) -> Piece:
         for _ in range(NUM_LAUNCHES):
             x.add_(1.0)
 
-    return ComputeWork("launch", "add to 1 element", "float32"), run
+    return ComputeWork("launch", "add to 1 element", "float32", launches=NUM_LAUNCHES), run

@@ -20,6 +20,7 @@ HEADINGS: dict[WorkKind, str] = {
     "attention": "causal attention, batch x heads x tokens x head size",
     "memory": "memory",
     "launch": "launches",
+    "step": "a launch of a training step: Python, dispatch, autograd",
 }
 UNITS = {"memory_gb": "GB", "hbm_tb_s": "TB/s", "link_gb_s": "GB/s", "network_gb_s": "GB/s"}
 

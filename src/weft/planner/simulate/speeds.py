@@ -4,14 +4,15 @@ Note [Time of work]
     A kernel takes its floating-point operations at a share of the peak, plus its bytes at a share
     of the memory bandwidth; but the host launches kernels one by one, so none takes less than a
     launch. Where both are alike a kernel takes a little more than either (a maximum with a rounded
-    corner). Of a matrix product with few outputs only some of the device's cores are busy: its
-    share is `gemm` n / (n + `gemm_half`) for n outputs. Attention that is not fused also moves its
-    scores. A collective takes what this rank sends in a ring at a share of the bandwidth of its
-    slowest link, plus a latency for each of the ring's steps; an all-reduce between nodes at most
-    those of a tree (NCCL has trees for that operation alone). A ring leaves a node once for each of
-    its members there, so it has the network of all of them; an all-to-all goes straight to each
-    member, and what is for other nodes leaves through the device's own share of the network. The
-    constants are few, and fitted (`weft_plan/calibration/fit.py`) or assumed; a prediction says which.
+    corner). A CPU is host and device at once: there the two add up. Of a matrix product with few
+    outputs only some of the device's cores are busy: its share is `gemm` n / (n + `gemm_half`) for
+    n outputs. Attention that is not fused also moves its scores. A collective takes what this rank
+    sends in a ring at a share of the bandwidth of its slowest link, plus a latency for each of the
+    ring's steps; an all-reduce between nodes at most those of a tree (NCCL has trees for that
+    operation alone). A ring leaves a node once for each of its members there, so it has the network
+    of all of them; an all-to-all goes straight to each member, and what is for other nodes leaves
+    through the device's own share of the network. The constants are few, and fitted
+    (`weft_plan/calibration/fit.py`) or assumed; a prediction says which.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Speeds:
                 seconds += count * self.kernel_s(part)
             return seconds
         work_s = self._work_s(kernel)
-        return rounded_maximum(work_s, self.efficiency.launch_s)
+        launch_s = self.efficiency.launch_s
+        if self.hardware.device == "cpu":
+            return work_s + launch_s
+        return rounded_maximum(work_s, launch_s)
 
     def _work_s(self, kernel: KernelLaunch) -> float:
         """Seconds that work takes on the device alone."""
