@@ -218,7 +218,11 @@ LLAMA = {
     ("changes", "key", "got"),
     [
         ({"model_type": "deepseek_v3"}, "format", "deepseek_v3"),
-        ({"id2label": {"0": "good"}}, "format", "LlamaForCausalLM"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "format",
+            "LlamaForSequenceClassification",
+        ),
         ({"norm_topk_prob": False}, "model.norm_topk_prob", "False"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "model.rope_scaling", "dynamic"),
         (
@@ -289,3 +293,19 @@ def test_fields_are_those_of_the_config(tmp_path: Path) -> None:
     assert {name: found[name] for name in expected} == expected
     assert len(found["tokenizer.ggml.tokens"]) == 256
     assert values(file)["rope_freqs.weight"].max() == 8
+
+
+def test_transformers_own_code_of_an_architecture_of_weft_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    write(tmp_path / "hf", CONFIGS["qwen3"], random_values(CONFIGS["qwen3"]))
+    run = str(tmp_path / "run")
+    words = ("--model.name", "hf:qwen3", "--compare", "False")
+    assert main(["import", str(tmp_path / "hf"), "--out", run, *words]) == 0
+    write_tokenizer(tmp_path / "run" / "hf")
+    assert main(["export", run, str(tmp_path / "out"), "--format", "gguf"]) == 0
+    assert "largest logit difference to transformers: " in capsys.readouterr().out
+    found = fields(tmp_path / "out" / "model.gguf")
+    assert found["general.architecture"] == "qwen3"
+    assert found["qwen3.rope.freq_base"] == 1e6

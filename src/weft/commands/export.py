@@ -121,11 +121,12 @@ def _export_gguf(
         CheckpointError: it cannot.
     """
     from weft.hf.export_hf import describe_checkpoint
-    from weft.hf.gguf_file import export_gguf
+    from weft.hf.gguf_file import export_gguf, in_own_terms
 
-    model = describe_checkpoint(
-        source.path, folder, dtype=None, sidecar_folders=tuple(sidecar_folders(source)), merge=merge
+    described = describe_checkpoint(
+        source.path, folder, dtype=None, sidecar_folders=sidecar_folders(source), merge=merge
     )
+    model = in_own_terms(described)
     faults = list(model_faults(model.config))
     text = model.texts.get(FILE)
     if text is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch import Tensor
 
 from weft.checkpoint.disk import new_folder
 from weft.checkpoint.source import Source
+from weft.config.hf.read_config import config_faults, find_family, read_fields
+from weft.config.hf.write_config import config_json
 from weft.core.axes import Box
+from weft.errors import CheckpointError
 from weft.hf.check_logits import Gguf, LogitsComparison, compare_logits
 from weft.hf.export_hf import HFModel
 from weft.hf.gguf_model import (
     ARCHITECTURES,
+    CONVERTER,
     GGUFTensor,
     add_fields,
     context_length,
@@ -30,6 +35,7 @@ from weft.hf.gguf_tokenizer import Vocabulary, add_vocabulary
 from weft.hf.import_hf import TransferResult, count_params
 from weft.hf.sidecar import reject_existing
 from weft.hf.write import TypedTensor, assemble, main_dtype
+from weft.models import FAMILIES
 from weft.view.quantity import memory
 
 FILE = "model.gguf"
@@ -77,6 +83,24 @@ def export_gguf(
     if length < model.config.get("max_position_embeddings", 0):
         lines.append(f"context of {length:,} positions, the window: llama.cpp has none here")
     return TransferResult((*lines, str(comparison)), is_equal=comparison.is_equal)
+
+
+def in_own_terms(model: HFModel) -> HFModel:
+    """A model of transformers' own code with the config.json of weft's family of that architecture,
+    which has no settings but those that it computes.
+
+    Raises:
+        CheckpointError: the family does not compute the same.
+    """
+    family, mapping = find_family(model.config, FAMILIES, key="model")
+    if mapping.config.whole is not None or family.Config.family == model.cfg.family:
+        return model
+    faults = tuple(config_faults(model.config, mapping.config, key="model"))
+    if faults:
+        raise CheckpointError(*(replace(fault, fix=CONVERTER) for fault in faults))
+    cfg = family.Config.model_validate(read_fields(model.config, mapping.config))
+    dtype = main_dtype(model.typed)
+    return replace(model, config=config_json(mapping, cfg, dtype=dtype, original=model.config))
 
 
 def write_gguf(model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: str) -> int:

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import Fault
+from weft.errors import CheckpointError, Fault
 
 PACKAGE = "gguf"
+CONVERTER = "export without --format, and convert the folder with llama.cpp's own program"
 KEY = "format"
 NORMS_IN_PAIRS = frozenset(("llama", "mistral"))
 """Types whose q and k llama.cpp rotates in neighbouring pairs of rows, and not in two halves."""
@@ -51,18 +52,17 @@ def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     if importlib.util.find_spec(PACKAGE) is None:
         fix = "pip install 'weft-train[gguf]', or leave --format out"
         yield Fault(KEY, f"{PACKAGE} is not installed", fix=fix)
-    converter = "export without --format, and convert the folder with llama.cpp's own program"
     kind = config["model_type"]
     if kind not in ARCHITECTURES:
         need = f"one of {', '.join(ARCHITECTURES)}"
-        yield Fault(KEY, "is not written for this model", got=kind, need=need, fix=converter)
+        yield Fault(KEY, "is not written for this model", got=kind, need=need, fix=CONVERTER)
         return
-    if ("ForCausalLM" not in config["architectures"][0] and kind != "gpt2") or "id2label" in config:
-        what = "is for models that continue texts"
-        yield Fault(KEY, what, got=config["architectures"][0], fix=converter)
+    (architecture,) = config["architectures"]
+    if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        yield Fault(KEY, "is for models that continue texts", got=architecture, fix=CONVERTER)
     if not config.get("norm_topk_prob", True):
         what = "llama.cpp divides the weights of the chosen experts by their sum"
-        yield Fault("model.norm_topk_prob", what, got="False", need="True", fix=converter)
+        yield Fault("model.norm_topk_prob", what, got="False", need="True", fix=CONVERTER)
     scaling = config.get("rope_scaling") or {}
     name = scaling.get("rope_type", "default")
     if name != "default":
@@ -73,7 +73,7 @@ def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
             got = ", ".join([name, *others])
             need = f"one of {', '.join(ROPE_KEYS)}"
             yield Fault(
-                "model.rope_scaling", "llama.cpp has no such", got=got, need=need, fix=converter
+                "model.rope_scaling", "llama.cpp has no such", got=got, need=need, fix=CONVERTER
             )
 
 
@@ -171,6 +171,9 @@ def tensors_of(
 
     Args:
         shapes: of the folder's tensors by name.
+
+    Raises:
+        CheckpointError: with a tensor that has no name there.
     """
     import gguf
 
@@ -180,7 +183,8 @@ def tensors_of(
     sources: dict[str, list[str]] = {}
     for name in sorted(shapes, key=_by_expert):
         stacked = names.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
-        assert stacked is not None, name
+        if stacked is None:
+            raise CheckpointError(Fault(KEY, "has no name for a tensor", got=name, fix=CONVERTER))
         sources.setdefault(stacked, []).append(name)
     heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
     found = []

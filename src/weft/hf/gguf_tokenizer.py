@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import Fault
+from weft.hf.gguf_model import CONVERTER
 
 KEY = "tokenizer"
 SPLIT = (
@@ -23,7 +24,6 @@ SPLITTERS: Mapping[str, str] = {SPLIT % "{1,3}": "llama-bpe", SPLIT % "": "qwen2
 GPT2 = "gpt-2"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of tokens in the file: of the vocabulary, special, added, and none."""
-FIX = "export without --format, and convert the folder with llama.cpp's own program"
 NO_TEXT_BYTE = 0xFF
 """A byte that no UTF-8 has: it ends texts, where llama.cpp would take byte 11 for their end."""
 
@@ -78,10 +78,10 @@ def tokenizer_faults(text: str) -> Iterator[Fault]:
         what = "GGUF has no name for its way of splitting text"
         got = f"{model.get('type')}, {_kind(content.get('pre_tokenizer'))}"
         need = "byte-level BPE that splits as GPT-2, Llama 3 or Qwen 2 do"
-        yield Fault(KEY, what, got=got, need=need, fix=FIX)
+        yield Fault(KEY, what, got=got, need=need, fix=CONVERTER)
     normalizer = _kind(content.get("normalizer"))
     if normalizer not in ("none", "NFC"):
-        yield Fault(KEY, "llama.cpp has no normalizer", got=normalizer, need="none", fix=FIX)
+        yield Fault(KEY, "llama.cpp has no normalizer", got=normalizer, need="none", fix=CONVERTER)
 
 
 def vocabulary_of(text: str, size: int, *, end: int | None) -> Vocabulary:

@@ -69,7 +69,7 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
         raise CheckpointError(*_with_other_code(faults, config))
     return DescribedModel(
         family=family.Config.family,
-        fields={**_read_fields(config, mapping.config), **_labels(config, mapping)},
+        fields={**read_fields(config, mapping.config), **_labels(config, mapping)},
         suggested=_probe_tensors(folder, config, mapping.config),
     )
 
@@ -162,7 +162,8 @@ def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator
             yield Fault(key, f"{name}: unknown key", got=_short(value), fix=fix)
 
 
-def _read_fields(config: Json, mapping: ConfigMapping) -> Flat:
+def read_fields(config: Json, mapping: ConfigMapping) -> Flat:
+    """Fields of a family's Config, of a config.json without `config_faults`."""
     if mapping.whole is not None:
         return mapping.whole.fields(config)
     fields: Flat = dict(mapping.implied)
