@@ -10,10 +10,11 @@ import pytest
 
 from tests.tiny_run import MODEL, SEQUENCES, TINY, write_text
 from weft.cli import main
-from weft.config.hardware import hardware_of_cuda
+from weft.config.hardware import find_hardware, hardware_of_cuda
 from weft.config.load import load, try_load
 from weft.config.run import Run
 from weft.core.mesh import Mesh
+from weft.core.node_placement import NodePlacement
 from weft.errors import EXIT_OK, EXIT_USER, ConfigError, PlanError
 from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
@@ -21,7 +22,13 @@ from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
 from weft.start.auto_mesh import choose_mesh
 from weft_plan.commands import mesh_search
-from weft_plan.commands.mesh_search import DevicesHere, MeshSearch, assumed_core, devices_here
+from weft_plan.commands.mesh_search import (
+    DevicesHere,
+    MeshSearch,
+    assumed_core,
+    devices_here,
+    on_nodes,
+)
 from weft_plan.search.candidates import Candidates
 
 SMALL = (*MODEL, *SEQUENCES, "--batch.global_size", "8", "--device", "cpu")
@@ -113,6 +120,28 @@ def test_the_choice_is_the_fastest_of_all_legal_layouts_and_the_same_on_every_ra
     (only,) = chosen
     assert only.mesh == best
     assert f"of {len(seconds)} legal layouts of 8 ranks; next best" in only.note
+
+
+def test_nodes_have_the_ranks_that_the_launcher_has_put_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**table, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    devices = devices_here("cpu", None)
+    assert devices.placement == NodePlacement.even(8, 2)
+    h100 = find_hardware("h100")
+    assert on_nodes(h100, None).node == 8
+    hardware = on_nodes(h100, devices.placement)
+    assert hardware.node == 2
+
+    run = run_of("--hardware", "h100", "--model.heads", "4", "--model.kv_heads", "4")
+    speeds = Speeds(hardware, devices.placement)
+    seconds = {
+        mesh: predict(MeasuredRun.of(run.with_values({"mesh": mesh})), speeds).step.total_s
+        for mesh in ("dp2 tp4", "dp4 tp2")
+    }
+    assert seconds["dp4 tp2"] < seconds["dp2 tp4"], "tp4 would leave the node"
 
 
 def test_only_the_mesh_is_chosen() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda
@@ -14,10 +14,12 @@ from weft.config.rules.checks import Check
 from weft.config.rules.config_checks import config_checks
 from weft.config.rules.sections import bandwidths_are_known
 from weft.config.run import Run, hardware_of, recompute_of
+from weft.core.node_placement import NodePlacement
 from weft.errors import ConfigError, Fault, PlanError, counted
 from weft.layout.recomputation import KEY as RECOMPUTE
 from weft.layout.recomputation import is_chosen_by_memory
 from weft.run.forked_answer import FAILURE, ForkedAnswer
+from weft.run.launcher_nodes import placement_of
 from weft.run.world import detect, num_cores
 from weft.start import environment
 from weft.start.auto_mesh import ChosenMesh
@@ -53,6 +55,7 @@ def fastest_mesh(run: Run, *, before_ranks: bool) -> ChosenMesh:
     """
     devices = devices_here(run.device, run.nproc)
     hardware = hardware_of(run) or hardware_here(devices, run.precision.matmul)
+    hardware = on_nodes(hardware, devices.placement)
     faults = tuple(bandwidths_are_known(hardware, devices.num_ranks))
     if faults:
         raise ConfigError(*faults)
@@ -71,12 +74,14 @@ class DevicesHere:
         num_local: on this machine.
         is_joined: torchrun or Slurm has started them.
         has_gpus: they compute on GPUs.
+        placement: of ranks that are joined, where the launcher says it.
     """
 
     num_ranks: int
     num_local: int
     is_joined: bool
     has_gpus: bool
+    placement: NodePlacement | None = None
 
 
 def devices_here(device: str, nproc: int | None) -> DevicesHere:
@@ -89,7 +94,13 @@ def devices_here(device: str, nproc: int | None) -> DevicesHere:
     num_gpus = _num_gpus(device)
     has_gpus = num_gpus > 0
     if world is not None:
-        return DevicesHere(world.size, world.local_size, is_joined=True, has_gpus=has_gpus)
+        return DevicesHere(
+            world.size,
+            world.local_size,
+            is_joined=True,
+            has_gpus=has_gpus,
+            placement=placement_of(os.environ, world),
+        )
     number = nproc or num_gpus or num_cores()
     return DevicesHere(number, number, is_joined=False, has_gpus=has_gpus)
 
@@ -116,6 +127,13 @@ def hardware_here(devices: DevicesHere, matmul: Literal["ieee", "tf32"]) -> Hard
         fix = "weft bench compute --write gpu.toml, then --hardware gpu.toml; or name a mesh"
         raise ConfigError(Fault("mesh", what, ", ".join(names) or "unknown", fix=fix))
     return found.for_matmul(matmul)
+
+
+def on_nodes(hardware: Hardware, placement: NodePlacement | None) -> Hardware:
+    """The hardware whose nodes have as many ranks as the launcher has put on them."""
+    if placement is None:
+        return hardware
+    return replace(hardware, node=max(placement.counts))
 
 
 def assumed_core(num_local: int) -> Hardware:
@@ -209,7 +227,7 @@ class MeshSearch:
 
         hardware = self.hardware
         capacity = (1 - HEADROOM) * hardware.memory_bytes
-        speeds = Speeds(hardware)
+        speeds = Speeds(hardware, self.devices.placement)
 
         def ranked() -> tuple[Any, bool, float | None]:
             ranking = rank_meshes(MeasuredRun.of(self.run), found, speeds, capacity)

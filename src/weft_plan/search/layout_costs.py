@@ -160,7 +160,8 @@ class LayoutCosts:
         """The layout with its axes in the order of the least predicted step."""
         hardware = self.speeds.hardware
         roles = self.predict(layout).roles
-        placement = NodePlacement.even(roles[0].step.plan.mesh.size, hardware.node)
+        size = roles[0].step.plan.mesh.size
+        placement = self.speeds.placement or NodePlacement.even(size, hardware.node)
         order = mesh_order(roles, hardware, placement)
         if order is None or order.factor < EQUAL:
             return layout
