@@ -249,6 +249,10 @@ def test_a_window_is_the_context_of_the_file() -> None:
     ("words", "line"),
     [
         (
+            ("--format", "gguf", "x.gguf"),
+            "error: weft export: writes model.gguf into a folder (got x.gguf; need a folder). Fix: x --format gguf\n",
+        ),
+        (
             ("--format", "gguf", "--adapters", "True"),
             "error: adapters: gguf has the whole model (got True; need False). Fix: export without"
             " --adapters, which merges them, or without --format\n",
@@ -268,7 +272,8 @@ def test_options_of_the_other_format_are_one_line(
 ) -> None:
     run = imported(CONFIGS["llama3"], tmp_path)
     capsys.readouterr()
-    assert main(["export", run, str(tmp_path / "out"), *words]) == 2
+    place = () if words[-1] == "x.gguf" else (str(tmp_path / "out"),)
+    assert main(["export", run, *place, *words]) == 2
     assert capsys.readouterr().err == line
     assert not (tmp_path / "out").exists()
 
