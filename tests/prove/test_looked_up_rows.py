@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.prove.faults import small_run
@@ -38,12 +39,13 @@ class Tables(nn.Module):
         self.change = change
 
     def forward(self, ids_BS: Tensor, batch: object) -> Tensor:
-        rows = self.tok(ids_BS)
+        rows: Tensor = self.tok(ids_BS)
         match self.change:
             case "scaled":
                 return 3 * rows
             case "with positions":
-                return rows + self.pos(torch.arange(ids_BS.shape[1]))
+                positions = torch.arange(ids_BS.shape[1])
+                return rows + F.embedding(positions, self.pos.weight)
             case "normalised":
                 return rows / rows.norm(dim=-1, keepdim=True)
             case "negative":
