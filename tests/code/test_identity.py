@@ -279,6 +279,22 @@ def test_strange_objects_have_an_identity(notebook):
         assert notebook.identity(changed).digest != first.digest
 
 
+ASKING = {
+    "attribute": "def blocks(c): return 3 if torch.compiler.is_compiling() else 1",
+    "other name": "from torch.compiler import is_compiling as ask\ndef blocks(c): return ask()",
+    "imported when it runs": (
+        "def blocks(c):\n from torch.compiler import is_dynamo_compiling as ask\n return ask()"
+    ),
+    "closure": "def blocks(c): return [lambda: torch.compiler.is_compiling() for _ in range(2)]",
+}
+
+
+@pytest.mark.parametrize("text", ASKING.values(), ids=ASKING)
+def test_code_that_asks_whether_it_is_compiled_is_named(notebook, text):
+    assert notebook.identity(f"{CELL}\n{text}\n").asks_compiler == ("blocks (notebook)",)
+    assert notebook.identity().asks_compiler == ()
+
+
 def test_a_long_chain_of_objects_ends(notebook):
     chain = "CHAIN = []\nfor _ in range(20_000): CHAIN = [CHAIN]\ndef blocks(c): return CHAIN\n"
     assert notebook.identity(CELL + chain).digest

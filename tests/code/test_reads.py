@@ -220,3 +220,16 @@ def test_a_changed_file_names_what_differs_when_its_run_is_loaded(model, tmp_pat
         pytest.raises(ConfigError, match=r"run started: class Layer \(reader.py\)"),
     ):
         load([str(run / "run.toml")], FAMILIES)
+
+
+def test_a_recording_goes_on_after_an_equal_one_inside_of_it_has_ended(tmp_path, monkeypatch):
+    """Loading a model that loads another one: the inner recording alone is ended."""
+    monkeypatch.setenv("SCALE", "2")
+    module = module_with(FOUND["getenv"][0], tmp_path)
+    outer, inner = Reads(), Reads()
+    with outer.recorded():
+        with inner.recorded():
+            pass
+        module.read()
+    assert list(outer.variables) == ["SCALE"]
+    assert not inner.variables

@@ -322,6 +322,15 @@ def test_a_large_vocabulary_is_in_the_memory_of_the_blocks_beside_it(words: str)
     assert simulated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.06)
 
 
+@pytest.mark.parametrize("vocab", [512, 128_000])
+def test_layers_gather_two_of_them_whatever_the_vocabulary_is(vocab: int) -> None:
+    """Two bytes of each parameter; the head was counted where a layer is followed by one layer alone."""
+    costs = narrow_costs(f"--model.dim 64 --model.ffn 128 --model.vocab {vocab}")
+    zeros = ZeroMeasurements(costs.runs, CostTable(costs.speeds))
+    gathered = zeros.of(3, num_data=8).forward_peak
+    assert gathered.of(1, 8) == pytest.approx(2 * 2, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_context_ranks_on_two_nodes_wait_longer_than_on_one() -> None:
     run = run_of(f"{NARROW} --data.seq_len 32768 --batch.global_size 8")

@@ -94,6 +94,12 @@ ONE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "flat": (lambda x: x.flatten(), "S1", "sharded in dim 0"),
     "zeros like a partial sum": (lambda x: torch.zeros_like(x), "P", "zero"),
     "zeros and a partial sum": (lambda x: torch.zeros_like(x) + x, "P", "partial"),
+    "rows by strides": (lambda x: x.as_strided((2, 4), (4, 1), 8), "S1", "sharded in dim 1"),
+    "a transposed square by strides": (
+        lambda x: x[:4].as_strided((4, 4), (1, 4)),
+        "S1",
+        "sharded in dim 0",
+    ),
     "an entry of a partial sum": (lambda x: x[0], "P", "partial"),
 }
 
@@ -163,6 +169,19 @@ def test_a_buffer_of_several_gradients_keeps_the_type_of_each() -> None:
     assert [piece.types[0].kind for piece in mode.tensors.pieces(flat)] == ["varying", "partial"]
     assert result(mode, flat[:8].view(2, 4)) == "sharded in dim 0"
     assert result(mode, flat[9:11]) == "partial"
+
+
+def test_a_strided_view_of_stacked_shards_is_typed_as_the_slice_that_it_is() -> None:
+    """As selective recomputation makes views of its results: rows of one expert among those of all."""
+    mode = TypeMode(("tp",))
+    parts = [typed(mode, "S0", 8, 16) for _ in range(4)]
+    with mode:
+        stacked = torch.cat(parts)
+        third = stacked.as_strided((8, 16), (16, 1), 256)
+        assert result(mode, third) == "sharded in dim 0"
+        between = stacked.narrow(1, 0, 4).as_strided((8, 4), (16, 1), 260)
+    assert result(mode, between) == "sharded in dim 0"
+    assert not mode.findings
 
 
 def test_an_operation_without_a_rule_is_reported_and_its_results_are_untyped() -> None:

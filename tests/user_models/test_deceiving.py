@@ -14,6 +14,7 @@ from weft.config.rules.config_checks import config_checks
 from weft.config.run import plan_of
 from weft.errors import UserError
 from weft.models import FAMILIES
+from weft.start.rules.compiled_code import compiled_code_faults
 from weft.train.model_checks import check_user_model
 
 SIZES = ("--data.seq_len", "128", "--mesh", "dp1")
@@ -38,6 +39,32 @@ def check(file: Path, text: str, *words: str) -> None:
 @pytest.mark.parametrize("words", [(), ("--mesh", "cp2"), LARGE], ids=["", "cp2", "large"])
 def test_the_sound_model_is_accepted(file: Path, words: tuple[str, ...]) -> None:
     check(file, SOUND, *words)
+
+
+SCALED = "x * (3 if torch.compiler.is_compiling() else 1)"
+COMPILED = ("--compile", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "is_rejected"),
+    [("never", COMPILED, True), ("always", COMPILED, False), ("never", (), False)],
+)
+def test_code_that_asks_whether_it_is_compiled_is_compiled_only_where_it_is_proved(
+    file: Path, before: str, words: tuple[str, ...], is_rejected: bool
+) -> None:
+    file.write_text(
+        SOUND.replace(
+            "        x = self.tok(ids)\n", f"        x = self.tok(ids)\n        x = {SCALED}\n"
+        )
+    )
+    run = load([str(file), *SIZES, *words, "--prove.before", before], FAMILIES)
+    faults = [str(fault) for fault in compiled_code_faults(run, {})]
+    line = (
+        "compile: Tokens.forward (my_model.py) asks whether it is compiled, so it may compute other"
+        " numbers, and nothing is proved (got blocks; need off). Fix: --compile off, or --prove.before"
+        " always"
+    )
+    assert faults == [line] * is_rejected
 
 
 @pytest.mark.parametrize("name", MODELS)

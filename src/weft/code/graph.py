@@ -57,6 +57,8 @@ CALLABLE = (FunctionType, BuiltinFunctionType, type, functools.partial)
 """What attributes of libraries are hashed by name, as anything may be put in their place."""
 UNSEEN = frozenset({"globals", "eval", "exec"})
 """Functions that reach code by texts: unseen where a module has no source to be hashed."""
+ASKS_COMPILER = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
+"""Functions of torch and transformers that say whether torch.compile runs the code that calls them."""
 COMPILED = "_torchdynamo_orig_callable"
 """Attribute of a compiled function: what was compiled."""
 
@@ -79,6 +81,7 @@ class CodeGraph:
         modules: of users, by name.
         packages: installed ones that are used.
         lazy: names of modules that code imports when it runs, with the package of the code.
+        asks_compiler: functions that ask whether they are compiled.
     """
 
     reach: Reach
@@ -87,6 +90,7 @@ class CodeGraph:
     modules: dict[str, ModuleType] = field(default_factory=dict)
     packages: set[str] = field(default_factory=set)
     lazy: set[tuple[str, str]] = field(default_factory=set)
+    asks_compiler: dict[str, None] = field(default_factory=dict)
     _labels: dict[tuple[str, int | str], str] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
     _waiting: deque[tuple[str, str, Any]] = field(default_factory=deque)
@@ -256,6 +260,8 @@ class CodeGraph:
         if names & UNSEEN and not getattr(sys.modules.get(where or ""), "__file__", None):
             called = ", ".join(sorted(names & UNSEEN))
             self.unknown.setdefault(f"{part}: it calls {called}")
+        if _asks_compiler(function, names):
+            self.asks_compiler.setdefault(f"{function.__qualname__} ({module_label(where)})")
 
     def _name_of(self, name: str, value: Any, module: str | None) -> str:
         """A node, or the variable that holds a value."""
@@ -361,6 +367,12 @@ class CodeGraph:
         elif id(value) in self._values:
             found = self._values.pop(id(value))
             yield from ((f"{path} {name}", item) for name, item in found.parts)
+
+
+def _asks_compiler(function: FunctionType, names: set[str]) -> bool:
+    """Whether a function names one of ASKS_COMPILER, or a global variable that is one."""
+    known = {value.__name__ for _, value in globals_of(function) if isinstance(value, FunctionType)}
+    return not ASKS_COMPILER.isdisjoint(names | known)
 
 
 def _is_of(module: ModuleType, name: str) -> bool:

@@ -41,10 +41,13 @@ class CodeIdentity:
     Attributes:
         parts: name of a part -> its digest; equal in all processes that have the same code.
         unknown: what could not be hashed, and why; where there is any, equal parts say little.
+        asks_compiler: functions that ask whether they are compiled, and so may compute other numbers
+            where they are.
     """
 
     parts: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    asks_compiler: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str | None:
@@ -62,7 +65,8 @@ class CodeIdentity:
     def __or__(self, other: CodeIdentity) -> CodeIdentity:
         """The identity of both pieces of code together."""
         unknown = dict.fromkeys((*self.unknown, *other.unknown))
-        return CodeIdentity({**self.parts, **other.parts}, tuple(unknown))
+        asks_compiler = dict.fromkeys((*self.asks_compiler, *other.asks_compiler))
+        return CodeIdentity({**self.parts, **other.parts}, tuple(unknown), tuple(asks_compiler))
 
 
 def identity_of(
@@ -88,7 +92,7 @@ def identity_of(
     versions = {f"{PACKAGE}{name}": version_of(name) for name in sorted(graph.packages - packages)}
     unversioned = [f"{name} has no version" for name, version in versions.items() if not version]
     parts.update({name: version for name, version in versions.items() if version})
-    return CodeIdentity(parts, (*graph.unknown, *unversioned))
+    return CodeIdentity(parts, (*graph.unknown, *unversioned), tuple(graph.asks_compiler))
 
 
 def identity_of_reads(reads: Reads, folder: Path | None) -> CodeIdentity:

@@ -43,9 +43,9 @@ MOST_BYTES = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR
 
 
-@dataclass
+@dataclass(eq=False)
 class Reads:
-    """What the code of one model has read so far.
+    """What the code of one model has read so far; each is another one, whatever it has read.
 
     Args:
         packages: installed ones that are users'.
@@ -113,7 +113,7 @@ class Reads:
             self._opened[name] = None
 
     def _digest_files(self) -> None:
-        for name in self._opened:
+        for name in tuple(self._opened):  # another thread may open files still
             try:
                 self.files[name] = digest_of_file(name)
             except ValueError as error:

@@ -18,6 +18,8 @@ Note [Bounds]
     zero (the second factor of an adapter, a zero-initialised projection) consists of its updates
     alone, and all that it is multiplied with depends on their signs. How far that moves is measured
     as well: where there is such a matrix, one more perturbed run draws the signs of these entries.
+    Rows that the first block looks up move as the entries of its tables do: see Note [Bounds of
+    looked-up rows].
 
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
     the gradients changes: the rounding of a sum of n terms grows like the root of n, up to the
@@ -37,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -82,12 +84,14 @@ class Bounds:
         plain: the reference that the layout is compared with.
         perturbed: the same, perturbed.
         update_eps: to what an update is rounded within its optimizer; 0: as the parameters.
+        free_outputs: how far each entry may move; see Note [Bounds of looked-up rows].
     """
 
     plain: ReferenceTrace
     perturbed: Sequence[ReferenceTrace]
     types: NumberTypes
     update_eps: float = 0.0
+    free_outputs: Mapping[TensorKey, Tensor] = field(default_factory=dict)
 
     def scale(self, key: TensorKey) -> float:
         """What differences of this tensor are relative to."""

@@ -133,17 +133,10 @@ class FoundDifferences:
     def _determined_relative(
         self, site: Site, observed: Observed, expected: Tensor, key: TensorKey
     ) -> float:
-        """Of the entries of a parameter that differ by more than rounding of their own gradients
-        explains; infinite where that is not known.
+        """Of the entries of a parameter, or of a row that is looked up, that differ by more than rounding
+        of their own gradients explains; infinite where that is not known.
         """
-        step = site.step
-        is_value = site.phase in ("update", "checkpoint") and key.phase == "update"
-        if site.tensor.endswith(" as used"):
-            is_value = True
-            step -= 1
-        if not site.parameter or not is_value:
-            return math.inf
-        free = self.bounds.free_updates(site.parameter, step)
+        free = self._free(site, key)
         if free is None or observed.value.shape != expected.shape:
             return math.inf
         explained = observed.place.read(free)
@@ -155,6 +148,19 @@ class FoundDifferences:
         rest = difference[~(difference <= explained.reshape(difference.shape) + rounding)]
         largest = float(rest.max()) if rest.numel() else 0.0
         return largest / self.bounds.scale(key)
+
+    def _free(self, site: Site, key: TensorKey) -> Tensor | None:
+        """For each entry of a whole tensor, how far rounding of gradients may move it; None: of the
+        tensor as a whole alone is that known.
+        """
+        step = site.step
+        is_value = site.phase in ("update", "checkpoint") and key.phase == "update"
+        if site.tensor.endswith(" as used"):
+            is_value = True
+            step -= 1
+        if not is_value:
+            return self.bounds.free_outputs.get(key)
+        return self.bounds.free_updates(site.parameter, step) if site.parameter else None
 
     def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: TensorKey) -> float:
         """Of a gradient whose parts are summed over tensor-parallel ranks only later."""

@@ -294,7 +294,11 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
         whole.types,
         update_eps=MUON_EPS if subject.optim.name == "muon" else 0.0,
     )
-    if whole.types.is_exact or not has_zero_matrices:
+    if whole.types.is_exact:
+        return bounds
+    free_outputs = whole.free_outputs(subject.steps, bounds.free_updates)
+    bounds = replace(bounds, free_outputs=free_outputs)
+    if not has_zero_matrices:
         return bounds
     drawn = Perturbation(noise_seed=DRAWN_SIGNS_SEED, free_signs=bounds.small_gradient)
     with_drawn_signs = reference(subject, perturbation=drawn, skipped=skipped)

@@ -7,7 +7,7 @@ any number types, and perturbed: see `Perturbation` and weft/prove/bounds.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from weft.models.common.head_output import use_plain_losses
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
+from weft.prove.looked_up_rows import free_rows
 from weft.prove.plain_buffers import PlainBuffers
 from weft.prove.plain_fp8 import use_plain_fp8
 from weft.prove.plain_nf4 import quantized_plainly
@@ -38,7 +39,7 @@ from weft.prove.plain_preferences import (
 from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step, with_draw_keys
 from weft.prove.record import rated_steps
 from weft.prove.reference_pass import ReferencePass
-from weft.prove.reference_trace import ReferenceTrace
+from weft.prove.reference_trace import ReferenceTrace, TensorKey
 from weft.prove.subject import Task
 
 FIRST_SCALE = 65536.0
@@ -253,6 +254,32 @@ class Reference:
         ]
         self.buffers.set_training(True)
         loss.z0 = max(sum(parts) / max(_num_targets(batch), 1), 0.0)
+
+    def free_outputs(
+        self, num_steps: int, free_updates: Callable[[str, int], Tensor | None]
+    ) -> dict[TensorKey, Tensor]:
+        """How far rounding of the gradients of the steps before may move each entry of the output of
+        the first block; see Note [Bounds of looked-up rows].
+
+        Args:
+            free_updates: parameter and step -> how far the step may move its entries.
+        """
+        found = {}
+        name, block = next(iter(self.blocks.items()))
+        owners = {id(param): owner for owner, param in self.params.items()}
+        paths = {path: owners[id(param)] for path, param in block.named_parameters()}
+        for step in range(2, num_steps + 1):
+            values, free = {}, {}
+            for path, owner in paths.items():
+                values[path] = self.trace.values[TensorKey.as_used(step, owner)]
+                moves = free_updates(owner, step - 1)
+                if moves is not None:
+                    free[path] = moves
+            batch = self.batch_of_step(step)
+            rows = free_rows(name, block, values=values, free=free, batch=batch)
+            if rows is not None:
+                found[TensorKey(step, "forward", f"{name}.output")] = rows
+        return found
 
     def batch_of_step(self, step: int) -> Batch:
         """The whole batch of step `step` (the first is 1)."""

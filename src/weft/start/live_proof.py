@@ -10,7 +10,7 @@ from weft.config.run import Run
 from weft.prove.live_step.check import LiveStepCheck
 from weft.prove.live_step.due import Due
 from weft.prove.subject import LiveTask
-from weft.start.proof_before import is_proved
+from weft.start.proved_runs import is_proved
 from weft.train.step_check import ProofRecord
 from weft.train.training import Training
 

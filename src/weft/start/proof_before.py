@@ -18,9 +18,8 @@ from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
 from weft.run.forked_answer import FAILURE, ForkedAnswer, RunningAnswer, StartAnswer
 from weft.start.prove_run import prove_config
+from weft.start.proved_runs import is_proved
 
-MODE_VARIABLE = "WEFT_PROVE_BEFORE"
-"""Environment variable in place of `prove.before = auto`, for machines on which nothing is proved."""
 STEPS = 3
 
 Verdict = dict[str, Any]
@@ -71,17 +70,6 @@ class RunningProof:
         if self.is_required:
             raise WeftError(f"prove.before is always, and the proof could not be made: {reason}")
         return {"verdict": "unknown", "reason": reason}
-
-
-def is_proved(run: Run, environ: Mapping[str, str]) -> bool:
-    """Whether a run is proved before and in its first step: by default where it has several ranks, or
-    blocks that are compiled.
-    """
-    mode = run.prove.before
-    if mode == "auto":
-        mode = environ.get(MODE_VARIABLE, mode)  # type: ignore[assignment]
-    is_alone = run.device_mesh.size == 1 and run.compile == "off"
-    return mode == "always" or (mode == "auto" and not is_alone)
 
 
 def start_proof(

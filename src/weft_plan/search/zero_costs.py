@@ -4,9 +4,10 @@ Note [Costs of a parameter]
     A short run is measured on two and on four data ranks, and on one. What a rank holds or computes
     for a parameter is `whole` bytes (or seconds) on every rank, and `shared` ones over all ranks that
     have it; two runs give both. Kernels and peaks count above those of the run on one rank, which
-    the costs of blocks have already. Peaks of a forward are those of a block between equal ones: with
-    ZeRO 3 its parameters and those of the next block are gathered meanwhile. Peaks of a backward are
-    those of a block with two equal ones behind it, whose gradients are being reduced.
+    the costs of blocks have already. Peaks of a forward are those of a block between equal ones, and
+    with an equal one behind these: with ZeRO 3 its parameters and those of the next block are gathered
+    meanwhile, and those of the second next one before that begins. Peaks of a backward are those of a
+    block with two equal ones behind it, whose gradients are being reduced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from weft_plan.search.layout_choice import Layout
 from weft_plan.search.short_runs import NUM_MICROBATCHES, ShortRuns
 
 NUM_COPIES = 4
-"""Blocks of each kind in a short run, so that one of them has two equal neighbours."""
+"""Blocks of each kind in a short run, so that one of them is between equal ones, with one more behind."""
 LIVE_GRADIENTS = MAX_UNDER_WAY + 1
 """Blocks with whole gradients at once: the one whose backward runs, and those being reduced."""
 
@@ -328,7 +329,7 @@ class ZeroMeasurements:
         sizes_above_0 = [size for size in sizes if size]
         params = sum(sizes)
         equal = self._equal_blocks(blocks)
-        middle = equal[len(equal) // 2]
+        middle = equal[(len(equal) - 1) // 2]
         before_equal = equal[max(0, len(equal) - LIVE_GRADIENTS)]
         sizes_behind = sizes[blocks.index(before_equal) :]
         live = [size for size in sizes_behind if size][:LIVE_GRADIENTS]

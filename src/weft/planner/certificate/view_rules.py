@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
 
 from weft.parallel.tensor import shape_rules
 from weft.parallel.tensor.dims import (
@@ -51,11 +54,13 @@ def _regrouped(op: TypedOp, first: int, *, has_tokens: bool, num_old: int | None
 
 
 def _as_strided(op: TypedOp) -> list[AxisType]:
-    """A view of a contiguous result by sizes and strides, as recomputed results are: a sharded
-    factor is in the dim that steps over the entries where its last unit begins.
+    """A view of a result by sizes and strides, as those of recomputed results are. With the strides of
+    the result it is slices of it. Else the result is contiguous, and a sharded factor is in the dim
+    that steps over the entries where its last unit begins.
     """
-    if tuple(map(length, op.dims)) == op.shape:
-        return [of_dims(op.dims)]
+    whole: Tensor = op.args["self"]
+    if tuple(op.args["stride"]) == whole.stride():
+        return _slices(op, whole)
     dims: list[Dim] = [(DimFactor(size),) for size in op.shape]
     step = math.prod(map(length, op.dims))
     for factor in (factor for dim in op.dims for factor in dim):
@@ -64,6 +69,21 @@ def _as_strided(op: TypedOp) -> list[AxisType]:
             place = _stepping_dim(op, step, behind)
             dims[place] = (DimFactor(op.shape[place], sharded=True),)
     return [of_dims(tuple(dims))]
+
+
+def _slices(op: TypedOp, whole: Tensor) -> list[AxisType]:
+    """A view with the strides of the whole: a range of places along each dim."""
+    offset = op.args.get("storage_offset")
+    left = 0 if offset is None else offset - int(whole.storage_offset())
+    strides = whole.stride()
+    dims = op.dims
+    for place in sorted(range(len(dims)), key=lambda place: -strides[place]):
+        start, left = divmod(left, strides[place]) if strides[place] else (0, left)
+        named = {"dim": place, "start": start, "step": 1}
+        part = replace(op, name="slice", args=named, operands=(dims,))
+        (found,) = _split(part)
+        dims = found.dims
+    return [of_dims(dims)]
 
 
 def _stepping_dim(op: TypedOp, step: int, behind: int) -> int:

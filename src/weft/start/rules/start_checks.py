@@ -15,6 +15,7 @@ from weft.config.schema import LoraConfig, ModelSection, OptimConfig
 from weft.errors import ConfigError, Fault
 from weft.models.code_of_run import code_of_run
 from weft.start.rules import machine, run_folders
+from weft.start.rules.compiled_code import compiled_code_faults
 from weft.start.rules.data_sources import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.start.rules.fp8_on_gpus import fp8_gpu_faults
 from weft.track.alert_rules import alert_faults
@@ -59,6 +60,10 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(machine.device_faults, run.device)),
         Check(("compile", "device"), partial(machine.compiler_faults, run.compile, run.device)),
+        Check(
+            reads=("compile", "device", "mesh", "model", "prove.before"),
+            find=partial(compiled_code_faults, run, os.environ),
+        ),
         Check(("precision", "device", "mesh", "model"), partial(fp8_gpu_faults, run)),
         Check(
             reads=(
