@@ -80,6 +80,13 @@ def test_losses_are_those_of_trl(
     steps = events_of(run_of(case, folder, tmp_path, words), "step")
     expected = figures[case.name]["losses"]
     assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-9)
+    for step, logged in zip(steps, figures[case.name]["logged"], strict=True):
+        names = {name: "z0" if name == "kl" else name.replace("/", "_") for name in logged}
+        found = {
+            name: value for name, value in step.items() if name[:8] == "rewards_" or name == "z0"
+        }
+        right = {names[name]: value for name, value in logged.items()}
+        assert found == pytest.approx(right, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("case", ORPO, ids=lambda case: case.name)

@@ -155,7 +155,7 @@ class StepConfig:
         source: holds initial values; None if they are drawn, or a checkpoint replaces them.
         fixed_order: whether gradients are added in an order that does not depend on the ranks.
         outer: settings of the outer step, where the mesh has an axis of local updates.
-        estimates_kl: as of `TrainStep`.
+        has_rewards, estimates_kl: as of `TrainStep`.
     """
 
     family: Family
@@ -165,6 +165,7 @@ class StepConfig:
     source: Source | None
     fixed_order: bool
     outer: OuterSettings
+    has_rewards: bool = False
     estimates_kl: bool = False
 
 
@@ -184,6 +185,7 @@ def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainSt
         clip=config.optim.clip,
         fixed_order=config.fixed_order,
         outer=config.outer,
+        has_rewards=config.has_rewards,
         estimates_kl=config.estimates_kl,
     )
 
