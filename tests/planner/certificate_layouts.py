@@ -14,5 +14,5 @@ LAYOUTS = Choices(
         "--optim.clip": ("0", "1"),
     },
     sizes={**SIZES, "layers": ("3", "4", "9")},
-    losses=("cross_entropy", "cross_entropy", "cross_entropy", "dpo", "kto"),
+    losses=("cross_entropy", "cross_entropy", "cross_entropy", "dpo"),
 )
