@@ -54,6 +54,9 @@ SIZES: Mapping[str, Sequence[str]] = MappingProxyType(
         "window": ("5", "64"),
     }
 )
+LOSS_WORDS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"dpo": ("--loss", "dpo"), "kto": ("--loss", "dpo", "--dpo.loss_type", "kto")}
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Choices:
         degrees: of an axis.
         options: values of keys.
         sizes: values of fields of models, where the family has them.
-        losses: the loss of preference pairs is "dpo".
+        losses: the loss of preference pairs is "dpo", that of answers with labels "kto".
         precisions: words of number types.
         steps: of a run.
     """
@@ -74,7 +77,7 @@ class Choices:
     degrees: Sequence[int] = (1, 1, 1, 2, 2, 4)
     options: Mapping[str, Sequence[str]] = field(default_factory=lambda: OPTIONS)
     sizes: Mapping[str, Sequence[str]] = field(default_factory=lambda: SIZES)
-    losses: Sequence[str] = ("cross_entropy",)
+    losses: Sequence[str] = (*4 * ("cross_entropy",), "dpo", "kto")
     precisions: Sequence[tuple[str, ...]] = ((), (), FLOAT64, BFLOAT16, FLOAT16)
     steps: Sequence[int] = (6,)
 
@@ -107,8 +110,7 @@ def _words(dice: random.Random, family: str, choices: Choices) -> tuple[str, ...
     for key, values in choices.options.items():
         words += (key, dice.choice(values))
     loss = dice.choice(choices.losses)
-    if loss == "dpo":
-        words += ("--loss", loss, "--data.format", "preference")
+    words += LOSS_WORDS.get(loss, ())
     schedule = dice.choice(tuple(SCHEDULES))
     words += ("--pipeline.schedule", schedule)
     words += ("--pipeline.chunks", str(SCHEDULES[schedule].default_chunks))

@@ -15,6 +15,7 @@ from tests.data.chat_files import tokenizer_folder, write_jsonl
 from tests.oracle.test_finetuning import FLOAT64, LR, OPTIM, STEPS, events_of, same, trained
 from weft.checkpoint.folder import find_newest
 from weft.checkpoint.read import open_checkpoint
+from weft.cli import main
 from weft.config.load import load
 from weft.core.axes import Box
 from weft.data.dataset import open_data
@@ -176,6 +177,29 @@ def test_accuracy_and_loss_of_an_evaluation_are_those_of_transformers(folder, tm
     assert event["loss"] == pytest.approx(np.mean(losses), rel=1e-9)
     assert event["tokens"] == len(records)
     assert "perplexity" not in event
+
+
+@pytest.mark.parametrize("mesh", ["", "cp2", "dp2 tp2"])
+@pytest.mark.parametrize("name", ["classify", "reward"])
+def test_a_folder_of_transformers_is_evaluated_by_its_own_head(folder, tmp_path, capfd, name, mesh):
+    """Its config says how many labels there are, and what they are called."""
+    from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(folder / name, dtype=torch.float64)
+    if name == "classify":
+        model.config.id2label = dict(enumerate(CLASSES))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer_folder(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / name)
+    records = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        scored = [scores_of(record, model, tokenizer) for record in records]
+    losses = [F.cross_entropy(scores, torch.tensor(number)).item() for scores, number in scored]
+    words = ["--data", f"{folder}/{name}.jsonl", "--mesh", mesh, "--transport", "threads"]
+    assert main(["eval", str(tmp_path / "model"), *words, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-9)
+    assert found["accuracy"] == np.mean([scores.argmax() == number for scores, number in scored])
 
 
 def scores_of(record, model, tokenizer):

@@ -62,6 +62,12 @@ def test_preference_pairs_with_dropout_have_no_finding() -> None:
     assert [finding.text for finding in certificate.findings] == []
 
 
+def test_rewards_that_are_added_exactly_have_no_finding() -> None:
+    words = ("--loss", "dpo", "--dpo.loss_type", "kto", "--data.format", "unpaired")
+    certificate = certificate_of((*words, "--mesh", "dp2 tp2 cp2", "--deterministic", "True"))
+    assert [finding.text for finding in certificate.findings] == []
+
+
 @pytest.mark.parametrize("loss", get_args(PairLossType))
 def test_losses_of_pairs_have_no_finding(loss: str) -> None:
     words = ("--loss", "dpo", "--dpo.loss_type", loss, "--data.format", "preference")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from weft.config.hf.architectures import is_architecture_name
 from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, has_chunked_losses, plan_of
 from weft.config.schema import DataConfig, ModelSection
 from weft.config.small_layers import model_with, with_fewer_layers
+from weft.core.dimension import activation_axes
 from weft.errors import UserError
 from weft.layout.plan import Plan
 
@@ -35,6 +37,7 @@ VOCAB = 256
 MOST_MULTIPLES = 24
 HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+QUANTIZED_BLOCK = 64
 LEAST_QUANTIZED_DIM = 96
 """Width of a model whose linears are held in 4 bits: a line has more than one block of 64."""
 SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
@@ -216,9 +219,20 @@ def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
         if model is None:
             continue
         changed = run.with_values({"model": model})
-        if is_valid(changed):
+        if is_valid(changed) and _has_whole_blocks(changed):
             return changed
     return run
+
+
+def _has_whole_blocks(run: Run) -> bool:
+    """Whether tensor parallelism cuts no block of a row in 4 bits, whichever linears it shards by their
+    inputs; weft's own families have none in its way.
+    """
+    degree = run.device_mesh.degree(activation_axes())
+    if run.lora.quantize == "none" or degree == 1 or not is_architecture_name(run.model.name):
+        return True
+    parts = [features / degree for _, features in run.model.linears().values()]
+    return all(part % QUANTIZED_BLOCK == 0 for part in parts)
 
 
 def has_documents(data: DataConfig) -> bool:

@@ -24,6 +24,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -62,22 +63,21 @@ class MaskedTokens:
 def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
     """The tokens of a text and the mask of its answers.
 
-    A token counts where any of its characters is of an answer. Where the text has a prompt whose
-    tokens are the first ones of the text, exactly the others count.
+    An answer behind a prompt begins at the first token that is not the prompt's, as in TRL. Elsewhere
+    a token counts where any of its characters is of an answer.
     """
     encoded = tokenizer.encode_chars(answer.text, adds_special=answer.adds_special)
     ids = encoded.ids
     mask = np.zeros(len(ids), dtype=np.uint8)
-    counts = 1 if answer.is_desired else UNDESIRED
     if answer.label is not None:
         mask[:1] = answer.label + 1
         return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
     if answer.prompt is not None:
-        prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special)
-        length = len(prompt.ids)
-        if list(ids[:length]) == list(prompt.ids):
-            mask[length:] = counts
-            return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
+        prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special).ids
+        equal = takewhile(lambda both: both[0] == both[1], zip(prompt, ids, strict=False))
+        length = sum(1 for _ in equal)
+        mask[length:] = 1 if answer.is_desired else UNDESIRED
+        return MaskedTokens(ids=ids, mask=mask, has_shared_token=length < len(prompt))
     offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
     starts = offsets[:, 0]
     stops = offsets[:, 1]
@@ -87,8 +87,15 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
         if len(overlapping):
             first = overlapping[0]
             last = overlapping[-1]
-            mask[first : last + 1] = counts
-    return MaskedTokens(ids=ids, mask=mask, has_shared_token=answer.prompt is not None)
+            mask[first : last + 1] = 1
+    return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
+
+
+def begin_together(answers: Sequence[MaskedTokens]) -> None:
+    """Let answers behind one prompt begin at the same token, the first at which any of them begins."""
+    first = min(len(answer.mask) - np.count_nonzero(answer.mask) for answer in answers)
+    for answer in answers:
+        answer.mask[first:] = 1
 
 
 @dataclass(frozen=True)

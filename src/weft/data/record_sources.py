@@ -18,6 +18,7 @@ from weft.data.conversations import (
     Conversations,
     ConversationSamples,
     MaskedTokens,
+    begin_together,
     encode_answers,
 )
 from weft.data.files import KEY
@@ -191,6 +192,8 @@ def encode_record(record: RenderedRecord, tokenizer: Tokenizer) -> EncodedRecord
         DataError: it has no tokens.
     """
     documents = tuple(encode_answers(text, tokenizer) for text in record.texts)
+    if record.is_pair:
+        begin_together(documents)
     if not all(len(document.ids) for document in documents):
         fix = "remove the record"
         raise DataError(Fault(FORMAT_KEY, f"{record.where} is empty: it has no tokens", fix=fix))

@@ -78,11 +78,15 @@ class AnswerText:
 class RenderedRecord:
     """One record as texts: one, the two of a preference pair (chosen, rejected), or a completion and
     another one behind the same prompt.
+
+    Attributes:
+        is_pair: whether the texts are those of a preference pair.
     """
 
     texts: tuple[AnswerText, ...]
     where: str
     at: int
+    is_pair: bool = False
 
 
 @dataclass
@@ -131,7 +135,8 @@ class RecordReader:
             rows = self._with_other_completions(rows)
         for row in rows:
             texts = tuple(self._texts(row.fields, row.where))
-            yield RenderedRecord(texts=texts, where=row.where, at=row.at)
+            is_pair = len(texts) > 1 and self.format != UNPAIRED
+            yield RenderedRecord(texts=texts, where=row.where, at=row.at, is_pair=is_pair)
 
     def _with_other_completions(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Rows with the completion of the next row that has another prompt, of the last ones that of

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
@@ -204,11 +204,25 @@ def _read_hf_folder(path: Path) -> ModelSource:
     _check_is_language_model(path, described.family)
     fields = {**described.fields, **described.suggested}
     run = run_type(described.family, FAMILIES[described.family].Config).model_validate(
-        {"model": nest(fields)}
+        {"model": nest(fields), **_scoring_of(path, num_labels=int(fields.get("labels", 0)))}
     )
     return ModelSource(
         path=path, kind="hf", run=run, dtype=_most_stored_dtype(path), end_tokens=_end_tokens(path)
     )
+
+
+def _scoring_of(path: Path, *, num_labels: int) -> dict[str, Any]:
+    """Loss and data of a run of a model that scores texts: of one label rewards, of several classes,
+    by the names that its config gives them.
+    """
+    if not num_labels:
+        return {}
+    if num_labels == 1:
+        return {"loss": "reward", "data": {"format": "reward"}}
+    named = read_json_object(path / CONFIG, max_bytes=MAX_CONFIG_BYTES, within=path).get("id2label")
+    names = dict(named) if isinstance(named, dict) else {}
+    classes = tuple(str(names.get(str(at), f"LABEL_{at}")) for at in range(num_labels))
+    return {"loss": "classify", "data": {"format": "classify", "classes": classes}}
 
 
 def _most_stored_dtype(path: Path) -> Dtype:

@@ -22,6 +22,8 @@ LEAST_POINTS, MOST_POINTS = 200, 2000
 LEAST_POINTS_OF_BLOCK = 50
 """Points of the curve of a block: a model may have hundreds of blocks."""
 MIB, GIB = 2.0**20, 2.0**30
+REWARDS = "Mean reward of chosen answers minus that of rejected ones: beta times log-probabilities (docs/finetuning.md)."
+KL = "How far the model is from its reference, as KTO estimates it."
 LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
 
 
@@ -85,6 +87,13 @@ MEASURES = (
         100.0,
         lambda run: f"MFU: {mfu_text(run)}.",
     ),
+    Measure("rewards_margins", "Reward margin", lambda run: "", note=lambda run: REWARDS),
+    Measure("rewards_chosen", "Reward of chosen answers", lambda run: ""),
+    Measure("rewards_rejected", "Reward of rejected answers", lambda run: ""),
+    Measure(
+        "rewards_accuracies", "Pairs whose chosen answer has more reward", lambda run: "%", 100.0
+    ),
+    Measure("z0", "z0", lambda run: loss_unit(run.unit).strip(), note=lambda run: KL),
     Measure("expert_load", "Expert load", lambda run: "x", note=lambda run: LOAD),
 )
 

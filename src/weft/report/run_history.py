@@ -19,6 +19,11 @@ COLUMNS = (
     "mfu",
     "mem_bytes",
     "expert_load",
+    "rewards_chosen",
+    "rewards_rejected",
+    "rewards_margins",
+    "rewards_accuracies",
+    "z0",
 )
 """Numbers of a step event; NaN where a step has none."""
 MARKED = ("guard", "restart", "resume", "save", "save_failed", "note")

@@ -9,9 +9,12 @@ from typing import Any
 from weft.config.hf.architectures import is_architecture_name, model_type_of
 from weft.config.run import Run, plan_of
 from weft.core.dimension import activation_axes, position_axes
-from weft.core.model_config import ModelConfig
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig, logical_axes
+from weft.core.shard import shard_of
 from weft.errors import PlanError, counted
 from weft.models import FAMILIES
+from weft.parallel.tp import AXIS as TP
 
 
 def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
@@ -40,11 +43,32 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
         run, whole = _with_axes(run)
         notes += whole
+    if run.lora.quantize != "none":
+        _check_blocks(run)
     if plan_of(run).sequence_parallel:
         notes += _on_whole_sequences(run)
     if plan_of(run).mesh.degree(position_axes()) > 1:
         notes += _on_whole_sequences_under_cp(run)
     return run, tuple(f"{run.model.name}: {note}" for note in notes)
+
+
+def _check_blocks(run: Run) -> None:
+    """Check that no rank of tp holds a part of a block of a row in 4 bits.
+
+    Raises:
+        PlanError: one does.
+    """
+    from weft.models.common.nf4 import check_borders  # it imports torch
+
+    plan = plan_of(run)
+    axes = FAMILIES[run.model.name].axes(run.model)
+    mesh = Mesh.parse(f"{TP}{plan.mesh.degree(TP)}")
+    for linear, shape in run.model.linears().items():
+        name = f"{linear}.weight"
+        logical = logical_axes(name, axes)
+        for rank in range(mesh.size):
+            shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=mesh, rank=rank)
+            check_borders(name, shard, shape[1], dim=1)
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
+REWARDS = ("chosen", "rejected", "margins", "accuracies")
+"""Of answers; their series, and that of z0, have the names that TRL gives them."""
 SERIES: Mapping[str, Mapping[str, str]] = {
     "step": {
         "loss": "train/loss",
@@ -15,12 +17,18 @@ SERIES: Mapping[str, Mapping[str, str]] = {
         "tokens": "train/tokens",
         "loss_scale": "train/loss_scale",
         "expert_load": "train/expert_load",
+        **{f"rewards_{name}": f"train/rewards/{name}" for name in REWARDS},
+        "z0": "train/kl",
         "tokens_per_s": "speed/tokens_per_s",
         "step_s": "speed/step_s",
         "mfu": "speed/mfu",
         "mem_bytes": "memory/most_bytes",
     },
-    "eval": {"loss": "eval/loss", "perplexity": "eval/perplexity"},
+    "eval": {
+        "loss": "eval/loss",
+        "perplexity": "eval/perplexity",
+        **{f"rewards_{name}": f"eval/rewards/{name}" for name in REWARDS},
+    },
     "save": {"stall_s": "save/stall_s", "write_s": "save/write_s"},
 }
 """Kind of event -> its field -> the series. Units are those of the fields."""

@@ -34,7 +34,7 @@ from weft.models.common.batch import example_of
 from weft.models.common.fp8_linears import with_fp8
 from weft.models.common.lora import adapted
 from weft.models.common.neftune import noisy
-from weft.models.common.nf4 import quantized_matrices
+from weft.models.common.nf4 import check_borders, quantized_matrices
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
@@ -99,6 +99,9 @@ def build_model(
 
     dims = quantized_matrices(family, config)
     quantized = {name: dims[name] for name in model.params if name in dims}
+    for name, dim in quantized.items():
+        shard = model.shards[name]
+        check_borders(name, shard.shard, shard.shape[dim], dim=dim)
     if plan.zero < 3:
         initialize([name for name in model.params if name not in quantized])
     return replace(model, materialize=initialize, quantized=quantized)
@@ -155,7 +158,7 @@ class StepConfig:
         source: holds initial values; None if they are drawn, or a checkpoint replaces them.
         fixed_order: whether gradients are added in an order that does not depend on the ranks.
         outer: settings of the outer step, where the mesh has an axis of local updates.
-        estimates_kl: as of `TrainStep`.
+        has_rewards, estimates_kl: as of `TrainStep`.
     """
 
     family: Family
@@ -165,6 +168,7 @@ class StepConfig:
     source: Source | None
     fixed_order: bool
     outer: OuterSettings
+    has_rewards: bool = False
     estimates_kl: bool = False
 
 
@@ -184,6 +188,7 @@ def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainSt
         clip=config.optim.clip,
         fixed_order=config.fixed_order,
         outer=config.outer,
+        has_rewards=config.has_rewards,
         estimates_kl=config.estimates_kl,
     )
 

@@ -20,7 +20,7 @@ from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.code_of_run import code_of_run
 from weft.models.common.preference import with_preference_loss
-from weft.models.common.score_losses import with_score_loss
+from weft.models.common.score_losses import REWARD, with_score_loss
 from weft.parallel.context.attend import whole_sequence_attentions
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
@@ -105,6 +105,7 @@ def step_config(run: Run) -> StepConfig:
         source=source,
         fixed_order=run.deterministic,
         outer=outer_settings(run.site),
+        has_rewards=run.loss in (DPO, REWARD),
         estimates_kl=run.loss == DPO and run.dpo.has_labels,
     )
 

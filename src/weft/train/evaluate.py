@@ -17,13 +17,14 @@ from weft.core.dimension import replicated_axes
 from weft.data.order import Ints
 from weft.data.samples import num_evaluated
 from weft.models.common.batch import IGNORE, Batch
-from weft.models.common.preference import LOSS_BLOCK
+from weft.models.common.preference import LOSS_BLOCK, NUM_REWARD_SUMS, preference_loss_of
 from weft.models.common.score_losses import counts_right
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.pp import AXIS as PP
 from weft.train.data_loader import DataLoader
 from weft.train.kl_estimate import KlEstimate
+from weft.train.rewards import Rewards, rank_sums, reward_sums_of
 
 NO_SAMPLE = -1
 """Fills up the last batch: a sample without targets, so that every batch has the same size."""
@@ -44,6 +45,7 @@ class EvalReport:
             arrays.
         accuracy: share of texts whose class, or of pairs whose better answer, has the largest score;
             None: nothing is scored.
+        rewards: of the answers; None: the loss is not of answers.
     """
 
     loss: float
@@ -52,6 +54,7 @@ class EvalReport:
     num_bytes: int = 0
     has_perplexity: bool = True
     accuracy: float | None = None
+    rewards: Rewards | None = None
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -94,6 +97,7 @@ class Evaluation:
         self.most_batches = most_batches
         self.player = ForwardPlayer(model)
         self.scores = counts_right(model.blocks.get(LOSS_BLOCK))
+        self.answers = preference_loss_of(model.blocks)
 
     def __call__(self) -> EvalReport:
         """Evaluate; every rank must call it."""
@@ -103,7 +107,7 @@ class Evaluation:
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
         is_last_stage = comm.index(PP) == last_stage_rank
         has_perplexity = True
-        local = torch.zeros(5, dtype=torch.float64, device=comm.device)
+        local = torch.zeros(5 + NUM_REWARD_SUMS, dtype=torch.float64, device=comm.device)
         num_samples = num_evaluated(self.loader.samples, self.loader.global_size)
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
@@ -111,16 +115,17 @@ class Evaluation:
             has_perplexity = first.pairs is None and first.fields is None
             if self.kl is not None:
                 self.kl.update(micro_batches)
-            with self._counted() as num_right:
+            with self._counted() as num_right, reward_sums_of(self.answers) as rewards:
                 loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if is_first_copy and is_last_stage:
                 num_bytes = sum(self._num_bytes(batch) for batch in micro_batches)
                 is_scored = loss.new_tensor(self.scores is not None)
                 sums = (loss, targets.double(), loss.new_tensor(num_bytes), num_right, is_scored)
-                local += torch.stack(sums)
+                local[:5] += torch.stack(sums)
+                local[5:] += rank_sums(comm, rewards, fixed_order=False)
         totals = comm.sum_world(local).tolist()
-        loss_sum, num_targets, num_bytes, num_right_texts, is_scored_world = totals
+        loss_sum, num_targets, num_bytes, num_right_texts, is_scored_world, *reward_totals = totals
         comm.check_connections()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),
@@ -129,6 +134,7 @@ class Evaluation:
             num_bytes=0 if is_scored_world else int(num_bytes),
             has_perplexity=has_perplexity and not is_scored_world,
             accuracy=num_right_texts / max(num_targets, 1) if is_scored_world else None,
+            rewards=Rewards.of_sums(reward_totals) if any(reward_totals) else None,
         )
 
     @contextmanager
@@ -174,6 +180,8 @@ def eval_event(step: int, report: EvalReport) -> dict[str, Any]:
         event["perplexity"] = report.perplexity
     if report.accuracy is not None:
         event["accuracy"] = report.accuracy
+    if report.rewards is not None:
+        event |= report.rewards.fields()
     event["tokens"] = report.targets
     event["seconds"] = report.seconds
     return event

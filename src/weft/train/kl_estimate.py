@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from weft.core.dimension import local_update_axes, replicated_axes
 from weft.models.common.batch import Batch
@@ -23,6 +24,9 @@ from weft.parallel.zero.fixed_order import exact_sum
 class KlEstimate:
     """Sets z0 of the loss on the ranks that have it.
 
+    Attributes:
+        mean: the last z0, of replicas that train apart the mean, the same on every rank; float64.
+
     Args:
         fixed_order: whether z0 has the same bits for every number of data ranks.
     """
@@ -32,6 +36,7 @@ class KlEstimate:
         self.fixed_order = fixed_order
         self.loss = preference_loss_of(model.blocks)
         self.player = ForwardPlayer(model)
+        self.mean: Tensor | None = None
 
     def update(self, batches: Sequence[Batch]) -> None:
         """Estimate z0 of these micro-batches, those of all ranks of a replica that trains by itself;
@@ -48,8 +53,10 @@ class KlEstimate:
         if counts_here:
             num_answers = torch.stack([batch.num_targets() for batch in batches]).sum()
             table[comm.index(replicas)] = torch.stack((torch.stack(sums).sum(), num_answers))
-        total, num_answers = comm.sum_world(table.flatten()).view_as(table)[comm.index(replicas)]
+        totals, num_answers = comm.sum_world(table.flatten()).view_as(table).unbind(1)
         if self.fixed_order:
-            total = exact_sum(comm, sums if counts_here else ())
+            totals = exact_sum(comm, sums if counts_here else ()).expand_as(totals)
+        estimates = (totals / num_answers.clamp(min=1)).clamp(min=0)
+        self.mean = estimates.mean()
         if loss is not None:
-            loss.z0 = (total / num_answers.clamp(min=1)).clamp(min=0)
+            loss.z0 = estimates[comm.index(replicas)]

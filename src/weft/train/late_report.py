@@ -110,6 +110,7 @@ class LateReports:
             loss_scale=computed.scale,
             expert_load=totals.expert_load,
             status=totals.status,
+            rewards=totals.rewards,
         )
 
     def forget(self) -> None:

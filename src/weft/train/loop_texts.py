@@ -34,6 +34,8 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
     }
     if report.expert_load is not None:
         event["expert_load"] = report.expert_load
+    if report.rewards is not None:
+        event |= report.rewards.fields()
     if report.outer is not None and (report.outer.sent_bytes or report.outer.is_applied):
         event["outer_step"] = report.outer.is_applied
         event["outer_sent_bytes"] = report.outer.sent_bytes

@@ -18,6 +18,7 @@ from weft.core.axes import data_axes, local_update_axis
 from weft.core.dimension import local_update_axes, plain_data_axes, replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
 from weft.models.common.batch import Batch
+from weft.models.common.preference import preference_loss_of
 from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.model.recorded_buffers import apply_updates
@@ -34,6 +35,7 @@ from weft.train.kl_estimate import KlEstimate
 from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
+from weft.train.rewards import Rewards, rank_sums, reward_sums_of
 from weft.train.step_phases import action_reporter, ignore_phase
 from weft.train.step_stats import (
     LEAST_TARGETS,
@@ -67,6 +69,7 @@ class StepReport:
             without experts.
         status: status flags that any rank has set.
         outer: what the step had to do with other sites; None without local updates.
+        rewards: of its answers; None: the loss is not of answers.
     """
 
     loss: float
@@ -80,6 +83,7 @@ class StepReport:
     expert_load: float | None = None
     status: int = 0
     outer: OuterReport | None = None
+    rewards: Rewards | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ class TrainStep:
         fixed_order: whether loss, norm and gradients have the same bits for every number of data
             ranks.
         outer: settings of the outer optimizer; for a mesh with an axis of local updates.
-        estimates_kl: whether the loss needs z0; see `weft.train.kl_estimate`.
+        has_rewards: whether the loss is of answers that have rewards; see `weft.train.rewards`.
+        estimates_kl: whether it needs z0, too; see `weft.train.kl_estimate`.
 
     Attributes:
         grads: the gradients, and the tensors that the optimizer updates.
@@ -154,11 +159,13 @@ class TrainStep:
         clip: float,
         fixed_order: bool = False,
         outer: OuterSettings | None = None,
+        has_rewards: bool = False,
         estimates_kl: bool = False,
     ) -> None:
         self.model = model
         self.clip = clip
         self.fixed_order = fixed_order
+        self.has_rewards = has_rewards
         self.grads = make_gradient_reducer(model, fixed_order=fixed_order)
         self.optimizer = make_optimizer(self.grads.sharded_params)
         if isinstance(self.optimizer, NamedOptimizer):
@@ -324,6 +331,7 @@ class TrainStep:
             expert_load=totals.expert_load,
             status=totals.status,
             outer=outer,
+            rewards=totals.rewards,
         )
 
     def compute(
@@ -350,16 +358,22 @@ class TrainStep:
         self.model.buffer_records.take()  # of a step that was skipped, or whose update failed
         if self.kl is not None:
             self.kl.update(batches)
-        played = self.player.play(
-            batches, scale / targets, before_action=self._before_action(on_phase)
-        )
+        loss = preference_loss_of(self.model.blocks) if self.has_rewards else None
+        with reward_sums_of(loss) as rewards:
+            played = self.player.play(
+                batches, scale / targets, before_action=self._before_action(on_phase)
+            )
         report_phase("reduce")
         self.grads.finish()
         # Copies of tied weights on two stages are added once each is reduced over its data ranks.
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._total_stats(
-            played, targets, expert_load=imbalance(loads, self.model.comm.device), status=status()
+            played,
+            targets,
+            rewards=rewards,
+            expert_load=imbalance(loads, self.model.comm.device),
+            status=status(),
         )
         return ComputedStep(start_s, scale, played, loads, totals)
 
@@ -435,7 +449,13 @@ class TrainStep:
         return total.clamp(min=LEAST_TARGETS)
 
     def _total_stats(
-        self, played: PlayResult, targets: Tensor, *, expert_load: Tensor, status: int
+        self,
+        played: PlayResult,
+        targets: Tensor,
+        *,
+        rewards: Sequence[Tensor],
+        expert_load: Tensor,
+        status: int,
     ) -> PendingTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
@@ -455,8 +475,16 @@ class TrainStep:
             mem_bytes=take_peak_bytes(comm.device),
             expert_load=expert_load,
             status=status,
+            rewards=self._reward_sums(rewards) if self.has_rewards else None,
         )
         return total_stats(comm, local, targets)
+
+    def _reward_sums(self, rewards: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the sums of rewards, then of z0."""
+        sums = rank_sums(self.model.comm, rewards, fixed_order=self.fixed_order)
+        if self.kl is None or self.kl.mean is None:
+            return sums
+        return torch.cat((sums, self._on_first_rank(self.kl.mean).unsqueeze(0)))
 
     def _on_first_rank(self, total: Tensor) -> Tensor:
         """A sum over all ranks as a number that is added over ranks."""

@@ -12,6 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.dimension import exact_axes, local_update_axes
 from weft.core.machine_memory import resident_bytes
 from weft.parallel.pp import AXIS as PP
+from weft.train.rewards import Rewards
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class RankStats:
         mem_bytes: memory of this rank.
         expert_load: largest over mean load of an expert, scalar; 0 without experts.
         status: status flags for the other ranks.
+        rewards: this rank's part of sums of rewards, then z0 on the first rank, float64; None: the loss
+            is not of answers.
     """
 
     loss: Tensor
@@ -31,6 +34,7 @@ class RankStats:
     mem_bytes: int
     expert_load: Tensor
     status: int
+    rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class StepTotals:
         mem_bytes: per pipeline rank, the largest memory of its ranks.
         expert_load: largest over mean load of an expert, in the worst block; None without experts.
         status: status flags that any rank has set.
+        rewards: of the answers of the step; None: the loss is not of answers.
     """
 
     loss: float
@@ -55,6 +60,7 @@ class StepTotals:
     mem_bytes: tuple[int, ...]
     expert_load: float | None
     status: int
+    rewards: Rewards | None = None
 
 
 NUM_REPLICA_SUMS = 3
@@ -78,8 +84,11 @@ class PendingTotals:
         grad_norm_tensor: the norm of this rank's replica, float64 scalar.
     """
 
-    def __init__(self, comm: Comm, numbers: Tensor, grad_norm_tensor: Tensor) -> None:
+    def __init__(
+        self, comm: Comm, numbers: Tensor, grad_norm_tensor: Tensor, *, num_rewards: int = 0
+    ) -> None:
         self.grad_norm_tensor = grad_norm_tensor
+        self._num_rewards = num_rewards
         self._comm = comm
         self._numbers: Tensor | None = numbers
         self._arrived: torch.cuda.Event | None = None
@@ -107,7 +116,9 @@ class PendingTotals:
         if self._arrived is not None:
             self._arrived.synchronize()
         assert self._numbers is not None, "they are read once"
-        loss, num_targets, norm, expert_load, *rest = self._numbers.tolist()
+        loss, num_targets, norm, *numbers = self._numbers.tolist()
+        rewards = numbers[: self._num_rewards]
+        expert_load, *rest = numbers[self._num_rewards :]
         self._numbers = None
         self._comm.check_connections()
         return StepTotals(
@@ -118,6 +129,7 @@ class PendingTotals:
             mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
             expert_load=expert_load or None,
             status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),
+            rewards=Rewards.of_sums(rewards) if rewards else None,
         )
 
 
@@ -126,7 +138,7 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     `grad_norm_tensor` where replicas train apart.
 
     One row of each rank: loss, squared norm (of replicas that train apart: loss, squared norm,
-    targets of each) | expert load, a column for each status flag, a column for the memory of each
+    targets of each), sums of rewards | expert load, a column for each status flag, a column for the memory of each
     pipeline rank. See Note [One synchronisation a step].
 
     Args:
@@ -140,12 +152,13 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     memory_column = 1 + NUM_FLAGS + comm.index(PP)
     maxima[memory_column].fill_(local.mem_bytes)
     sums = _sums_of_rank(comm, local, targets)
-    combine = partial(_combine_rows, num_sums=len(sums))
-    row = comm.combine_world(torch.cat((sums, maxima)), combine)
+    rewards = sums.new_empty(0) if local.rewards is None else local.rewards
+    combine = partial(_combine_rows, num_sums=len(sums) + len(rewards))
+    row = comm.combine_world(torch.cat((sums, rewards, maxima)), combine)
     means = _means(comm, row[: len(sums)], targets)
     derived = torch.stack((means.loss, means.targets, means.grad_norm))
     numbers = torch.cat((derived, row[len(sums) :]))
-    return PendingTotals(comm, numbers, means.own_grad_norm)
+    return PendingTotals(comm, numbers, means.own_grad_norm, num_rewards=len(rewards))
 
 
 def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:

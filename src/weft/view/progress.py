@@ -328,6 +328,8 @@ def _eval_text(event: Event, unit: str) -> str:
         results.append(f"perplexity {event['perplexity']:,.2f}")
     if "accuracy" in event:
         results.append(f"accuracy {event['accuracy']:.1%}")
+    elif "rewards_accuracies" in event:
+        results.append(f"right {event['rewards_accuracies']:.1%}")
     count_of_unit = event.get("tokens", 0)
     results.append(f"{count_of_unit:,} {unit}")
     return f"evaluated after step {step}: {', '.join(results)}"

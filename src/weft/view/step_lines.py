@@ -12,6 +12,12 @@ NUM_LINES = 50
 """Lines of a run, where the number of steps between two is not given."""
 MAX_WAITING = 64
 """Newest steps whose lines are kept: a save is reported some steps after its own."""
+REWARDS = {
+    "rewards_margins": "margin {:.3f}",
+    "rewards_accuracies": "right {:.0%}",
+    "z0": "z0 {:.3f}",
+}
+"""Fields of a step on answers -> what its line says."""
 FOLLOWED = ("eval", "save", "save_failed", "guard", "sample")
 """Events whose step gets a line."""
 
@@ -81,6 +87,9 @@ def step_line(progress: Progress, *, elapsed_s: float) -> str:
         f"step {step_count(progress)}",
         f"loss {float(step['loss']):.4f}{loss_unit(progress.unit)}",
     ]
+    for field, text in REWARDS.items():
+        if field in step:
+            parts.append(text.format(step[field]))
     if progress.evaluation:
         parts.append(f"evaluation {progress.evaluation_loss:.4f}")
     parts += [

@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.models.common.nf4 import ABSMAX_BYTES, unpacked_width
 from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tp import AXIS as TP_AXIS
+from weft_selftest.mutants.changes import returns
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
 NF4 = "weft.models.common.nf4"
@@ -57,7 +58,10 @@ MUTANTS = (
         "blocks_of_a_quantized_matrix_are_cut_by_tp",
         "they run along the dim of which each rank holds a part",
         MutantLayout("tp2", options=OPTIONS),
-        (FunctionFault("weft.models.common.lora:block_dims", other_dims),),
+        (
+            FunctionFault("weft.models.common.lora:block_dims", other_dims),
+            FunctionFault("weft.train.build:check_borders", returns(None)),
+        ),
         axes=(TP_AXIS, ""),
         blocks=("layer*",),
     ),

@@ -106,9 +106,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(sections.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(sections.rank_is_low, run.lora, model)),
         Check(("precision", "model"), partial(sections.fp8_names_exist, run.precision, model)),
-        Check(
-            ("lora", "model", "mesh"), partial(sections.base_is_quantizable, run.lora, model, mesh)
-        ),
+        Check(("lora", "model"), partial(sections.base_is_quantizable, run.lora, model)),
         Check(
             ("profile", "steps"), partial(sections.profile_faults, run.profile, num_steps=run.steps)
         ),

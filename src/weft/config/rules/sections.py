@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from weft.config.alert_keys import IN_VARIABLE, URL, VARIABLE
 from weft.config.fp8 import fp8_linears
 from weft.config.hardware import Hardware, find_hardware
-from weft.config.hf.architectures import is_architecture_name
 from weft.config.lora import DEFAULT_RANK, adapted_linears, matches
 from weft.config.profiled_steps import KEY as PROFILE
 from weft.config.profiled_steps import MOST_STEPS, profiled_steps
@@ -22,8 +21,6 @@ from weft.config.schema import (
     PrecisionConfig,
     SaveConfig,
 )
-from weft.core.dimension import activation_axes
-from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.errors import ConfigError, Fault, did_you_mean
@@ -252,10 +249,9 @@ def rank_is_low(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
         )
 
 
-def base_is_quantizable(lora: LoraConfig, model: ModelConfig, mesh: Mesh) -> Iterable[Fault]:
+def base_is_quantizable(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
     """Weights that are held in 4 bits are frozen, and have an even number of features: two share a
-    byte. Which linears of an architecture of transformers tensor parallelism shards by their inputs
-    is found for each mesh, so there blocks run along rows, which tp would cut.
+    byte.
     """
     if lora.quantize == "none":
         return
@@ -263,10 +259,6 @@ def base_is_quantizable(lora: LoraConfig, model: ModelConfig, mesh: Mesh) -> Ite
         what = "holds frozen weights, and lora.rank is 0: all of them are trained"
         fix = f"--lora.rank {DEFAULT_RANK}, or --lora.quantize none"
         yield Fault("lora.quantize", what, got=repr(lora.quantize), fix=fix)
-    if is_architecture_name(model.family) and mesh.degree(activation_axes()) > 1:
-        what = f"is not supported for {model.family} under tp, which would cut blocks of 64"
-        fix = "a mesh with dp, pp or parallel.zero 3 in its place, or a family of weft's own"
-        yield Fault("lora.quantize", what, got=str(mesh), fix=fix)
     for name, (out_features, in_features) in model.linears().items():
         if out_features % 2 or in_features % 2:
             what = f"packs two entries in a byte, and {name} has an odd number of features"

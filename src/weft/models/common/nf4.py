@@ -7,8 +7,9 @@ Note [Blocks of quantized matrices]
     line may be shorter. The dim is one that no layout shards: along a row for linears whose outputs are
     sharded over tp (q, k, v, gate, up), along a column for those whose inputs are (o, down). So every
     block lies on one rank whole, and the quantized shard of a rank is a part of the quantized matrix.
-    In architectures of transformers (`hf:`), whose axes are found where a mesh has tp, all blocks run
-    along rows, and tp is rejected.
+    In architectures of transformers (`hf:`), whose axes are found for each mesh with tp, all blocks run
+    along rows, as in bitsandbytes: tp may cut a row between two blocks, and is rejected where it would
+    cut a block.
 
         entry = level[code] * absmax of its block, in float32; rounded once to the type of compute
 
@@ -29,7 +30,8 @@ from torch import Tensor
 
 from weft.config.hf.architectures import is_architecture_name
 from weft.core.model_config import ModelConfig, logical_axes
-from weft.core.shard import first_axes
+from weft.core.shard import Shard, first_axes
+from weft.errors import Fault, PlanError
 from weft.models import Family
 
 BLOCK = 64
@@ -83,6 +85,17 @@ def packed_width(length: int) -> int:
 def unpacked_width(num_bytes: int) -> int:
     """Entries of a line of so many bytes."""
     return 2 * (num_bytes - ABSMAX_BYTES * -(-num_bytes // BLOCK_BYTES))
+
+
+def bytes_of_blocks(length: int, start: int, stop: int) -> tuple[slice, slice]:
+    """Where the codes and the absmax of entries [start, stop), which are whole blocks, are among the
+    bytes of a line.
+    """
+    first = length // 2
+    blocks = slice(
+        first + ABSMAX_BYTES * (start // BLOCK), first + ABSMAX_BYTES * -(-stop // BLOCK)
+    )
+    return slice(start // 2, stop // 2), blocks
 
 
 def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
@@ -152,6 +165,23 @@ def quantized_matrices(family: Family, cfg: ModelConfig) -> Mapping[str, int]:
     """Global name of each weight that a family holds in 4 bits -> dim along which its blocks run."""
     names: Mapping[str, int] = getattr(family, "quantized", lambda _: {})(cfg)
     return names
+
+
+def check_borders(name: str, shard: Shard, length: int, *, dim: int) -> None:
+    """Check that a shard of a matrix begins and ends between blocks of `dim`, of this length.
+
+    Raises:
+        PlanError: it cuts one.
+    """
+    ends = {end for box in shard.boxes for end in (box.lo[dim], box.hi[dim])}
+    cuts = sorted(end for end in ends - {length} if end % BLOCK)
+    if cuts:
+        what = f"tp would cut the blocks of {BLOCK} of {name}"
+        got = f"a border at {cuts[0]} of its {length} features"
+        fix = (
+            f"fewer ranks of tp, with parts of a multiple of {BLOCK}, or dp, pp or parallel.zero 3"
+        )
+        raise PlanError(Fault("lora.quantize", what, got=got, fix=fix))
 
 
 def block_dims(plain: Family, cfg: Any) -> dict[str, int]:

@@ -60,6 +60,11 @@ def pair_losses(chosen: AnswerSums, rejected: AnswerSums, dpo: DpoConfig) -> Ten
     return _PAIR_LOSSES[dpo.loss_type](chosen, rejected, dpo)
 
 
+def answer_rewards(answers: AnswerSums, dpo: DpoConfig) -> Tensor:
+    """The reward of each answer: beta times its sum, or its mean where there is no reference model."""
+    return dpo.beta * (answers.logprobs if dpo.has_reference else answers.means)
+
+
 def kto_losses(answers: Tensor, is_desired: Tensor, z0: Tensor | float, dpo: DpoConfig) -> Tensor:
     """The loss of each answer.
 

@@ -28,10 +28,12 @@ from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.head_output import token_losses
 from weft.models.common.layers import Loss
 from weft.models.common.lazy_blocks import Builders
-from weft.models.common.pair_losses import AnswerSums, kto_losses, pair_losses
+from weft.models.common.pair_losses import AnswerSums, answer_rewards, kto_losses, pair_losses
 
 LOSS_BLOCK = "loss"
 REQUIREMENT = "preference pairs"
+NUM_REWARD_SUMS = 6
+"""Entries of `reward_sums`."""
 
 
 class PositionSum(nn.Module):
@@ -56,6 +58,8 @@ class PreferenceLoss(Loss):
             log-probabilities are computed. While it is set the loss is 0.
         z0: of kto, see Note [Unpaired answers]; NaN until it is known; None: the forward gives the sum
             that it is the mean of.
+        on_rewards: called in each forward that gives a loss of answers with `reward_sums`, where it is
+            set.
     """
 
     takes_token_losses = True
@@ -66,6 +70,7 @@ class PreferenceLoss(Loss):
         self.position_sum: nn.Module = PositionSum()
         self.on_token_losses: Callable[[Batch, Tensor], None] | None = None
         self.z0: Tensor | float | None = math.nan
+        self.on_rewards: Callable[[Tensor], object] | None = None
 
     @property
     def requirements(self) -> frozenset[str]:
@@ -83,13 +88,24 @@ class PreferenceLoss(Loss):
             self.on_token_losses(batch, losses_BS)
             return losses_BS.sum() * 0
         chosen, rejected, marks = self.answer_sums(self._gains(losses_BS, batch), batch)
-        if not self.dpo.has_labels:
-            losses = pair_losses(chosen, rejected, self.dpo)
-        elif self.z0 is None:
-            losses = rejected.logprobs
-        else:
+        if self.dpo.has_labels and self.z0 is None:
+            return (rejected.logprobs * marks.sum(-1)).sum() / self.num_ranks
+        self.report_rewards(
+            answer_rewards(chosen, self.dpo), answer_rewards(rejected, self.dpo), marks
+        )
+        if self.dpo.has_labels:
+            assert self.z0 is not None, "it is known"
             losses = kto_losses(chosen.logprobs, marks[..., 0], self.z0, self.dpo)
+        else:
+            losses = pair_losses(chosen, rejected, self.dpo)
         return (losses * marks.sum(-1)).sum() / self.num_ranks
+
+    @torch.no_grad()
+    def report_rewards(self, chosen: Tensor, rejected: Tensor, marks: Tensor) -> None:
+        """Call `on_rewards` with the sums of these rewards, [B, pairs]."""
+        if self.on_rewards is not None:
+            sums = reward_sums(chosen, rejected, marks, has_labels=self.dpo.has_labels)
+            self.on_rewards(sums / self.num_ranks)
 
     def answer_sums(self, values_BS: Tensor, batch: Batch) -> tuple[AnswerSums, AnswerSums, Tensor]:
         """Sums over the targets of the chosen and of the rejected answers, [B, pairs], and marks
@@ -122,6 +138,28 @@ class PreferenceLoss(Loss):
         if batch.references is None:
             raise ValueError(f"the loss {self.dpo.loss_type} needs reference log-probabilities")
         return -losses_BS - batch.references.to(losses_BS.dtype)
+
+
+def reward_sums(chosen: Tensor, rejected: Tensor, marks: Tensor, *, has_labels: bool) -> Tensor:
+    """Sums over the marked pairs, float64: rewards of chosen and of rejected answers, their numbers,
+    pairs whose chosen answer has the larger reward, and pairs. Of answers with labels the desired ones
+    are chosen, the others rejected, and there are no pairs.
+    """
+    is_pair = marks.sum(-1).double()
+    are_chosen, are_rejected = is_pair, is_pair
+    if has_labels:
+        rejected = chosen
+        are_chosen, are_rejected = marks.double().unbind(-1)
+        is_pair = torch.zeros_like(is_pair)
+    columns = (
+        chosen * are_chosen,
+        rejected * are_rejected,
+        are_chosen,
+        are_rejected,
+        (chosen > rejected) * is_pair,
+        is_pair,
+    )
+    return torch.stack([column.sum() for column in columns])
 
 
 def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Tensor:

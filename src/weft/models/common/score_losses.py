@@ -79,11 +79,11 @@ class RewardLoss(PreferenceLoss):
         """scores_BS1 -> scalar."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         chosen, rejected, marks = self.answer_sums(logits.squeeze(-1).to(wide), batch)
-        marks = marks.sum(-1)
+        self.report_rewards(chosen.logprobs, rejected.logprobs, marks)
         margins = chosen.logprobs - rejected.logprobs
         if self.on_right is not None:
-            self.on_right(((margins > 0) * marks).sum().double() / self.num_ranks)
-        losses: Tensor = -F.logsigmoid(margins) * marks
+            self.on_right(((margins > 0) * marks.sum(-1)).sum().double() / self.num_ranks)
+        losses: Tensor = -F.logsigmoid(margins) * marks.sum(-1)
         return losses.sum() / self.num_ranks
 
 

@@ -275,20 +275,31 @@ def exact_sum(
     Args:
         term: from one of the tensors to the numbers that are added, float64; called twice.
     """
-    largest = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    return _exact_sums(comm, tensors, lambda tensor: term(tensor).reshape(-1, 1), 1).squeeze(0)
+
+
+def exact_sums(comm: Comm, rows: Sequence[Tensor], *, num_columns: int) -> Tensor:
+    """As `exact_sum` for each column of these rows: [columns]."""
+    return _exact_sums(comm, rows, lambda row: row.double().unsqueeze(0), num_columns)
+
+
+def _exact_sums(
+    comm: Comm, tensors: Sequence[Tensor], term: Callable[[Tensor], Tensor], num_columns: int
+) -> Tensor:
+    """The sum of each column, where `term` gives a table of numbers for each tensor."""
+    largest = torch.zeros(num_columns, dtype=torch.float64, device=comm.device)
     for tensor in tensors:
         if tensor.numel():
-            own_largest = term(tensor).abs().amax()
+            own_largest = term(tensor).abs().amax(0)
             largest = torch.maximum(largest, own_largest)
     largest = comm.combine_world(largest, lambda rows: rows.amax(0))
     unit = _unit_of(largest)
-    parts = torch.zeros(2, dtype=torch.int64, device=comm.device)
+    parts = torch.zeros(2 * num_columns, dtype=torch.int64, device=comm.device)
     for tensor in tensors:
         parts += _sums_of_parts(term(tensor), unit)
-    high_sum, low_sum = comm.sum_world(parts).double().unbind()
-    total = (high_sum + low_sum / 2**SUM_BITS) * unit
-    total = torch.where(largest.isfinite(), total, largest)
-    return total.squeeze(0)
+    high_sums, low_sums = comm.sum_world(parts).double().chunk(2)
+    totals = (high_sums + low_sums / 2**SUM_BITS) * unit
+    return torch.where(largest.isfinite(), totals, largest)
 
 
 def _unit_of(largest: Tensor) -> Tensor:
@@ -299,11 +310,11 @@ def _unit_of(largest: Tensor) -> Tensor:
 
 
 def _sums_of_parts(numbers: Tensor, unit: Tensor) -> Tensor:
-    """The sums of the two whole numbers that each number is split into, int64 [2]."""
+    """The sums of the two whole numbers that each number of a column is split into, int64: of the
+    higher ones of all columns, then of the lower ones.
+    """
     scaled = numbers / unit
     high = scaled.trunc()
     rest = (scaled - high) * 2**SUM_BITS
     low = rest.round()
-    high_sum = high.sum(dtype=torch.int64)
-    low_sum = low.sum(dtype=torch.int64)
-    return torch.stack((high_sum, low_sum))
+    return torch.cat((high.sum(0, dtype=torch.int64), low.sum(0, dtype=torch.int64)))

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.core.shard import Shard
-from weft.models.common.nf4 import pack, packed_width, unpack, unpack_into, with_length
+from weft.models.common.nf4 import (
+    bytes_of_blocks,
+    pack,
+    packed_width,
+    unpack,
+    unpack_into,
+    with_length,
+)
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.zero.flat_params import FlatParams
 from weft.parallel.zero.param_group import ParamGroup
@@ -136,26 +143,41 @@ class QuantizedGroup(ParamGroup):
         start, stop = self._own_lines(matrix.name)
         boxes: list[Box] = []
         first = 0
-        for box in matrix.shard.boxes:  # several lie one after the other along the lines
+        for (
+            box
+        ) in matrix.shard.boxes:  # several lie one after the other, in the lines or beside them
             lo, num_lines = box.lo[line_dim], box.shape[line_dim]
             own_lo = lo + min(max(start - first, 0), num_lines)
             own_hi = lo + min(max(stop - first, 0), num_lines)
-            first += num_lines
+            if matrix.shard.dim == line_dim:
+                first += num_lines
             if own_lo < own_hi:
                 lows, highs = (
                     with_length(corner, line_dim, end)
                     for corner, end in ((box.lo, own_lo), (box.hi, own_hi))
                 )
                 boxes.append(Box(lows, highs))
-        return replace(matrix, shard=Shard(tuple(boxes), line_dim))
+        return replace(matrix, shard=Shard(tuple(boxes), matrix.shard.dim))
 
     def shard_of_bytes(self, matrix: ParamShard) -> ParamShard:
-        """The geometry of `packed`: whole lines, one below the other."""
+        """The geometry of `packed`: lines one below the other; where tensor parallelism cuts them, the
+        codes of this rank's blocks, then their absmax.
+        """
         dim = self.dims[matrix.name]
-        width = packed_width(matrix.shape[dim])
+        length = matrix.shape[dim]
+        shape = (matrix.shape[1 - dim], packed_width(length))
         lines = self.shard_of_lines(matrix).shard
-        boxes = tuple(Box((box.lo[1 - dim], 0), (box.hi[1 - dim], width)) for box in lines.boxes)
-        return replace(matrix, shape=(matrix.shape[1 - dim], width), shard=Shard(boxes))
+        codes: list[Box] = []
+        absmax: list[Box] = []
+        for box in lines.boxes:
+            lo, hi = box.lo[1 - dim], box.hi[1 - dim]
+            codes_of, absmax_of = bytes_of_blocks(length, box.lo[dim], box.hi[dim])
+            codes.append(Box((lo, codes_of.start), (hi, codes_of.stop)))
+            absmax.append(Box((lo, absmax_of.start), (hi, absmax_of.stop)))
+        if all(box.shape[dim] == length for box in lines.boxes):
+            whole = (Box((box.lo[0], 0), (box.hi[0], shape[1])) for box in codes)
+            return replace(matrix, shape=shape, shard=Shard(tuple(whole)))
+        return replace(matrix, shape=shape, shard=Shard((*codes, *absmax), 1))
 
 
 def dequantize_into(flat: Tensor, gathered: Tensor, group: QuantizedGroup) -> None:

@@ -52,6 +52,7 @@ class WatchedFunctions:
             (dispatch, "sort_by_expert"): self._sort_by_expert,
             (dispatch, "_by_expert"): self._by_expert,
             (step_module, "exact_sum"): self._exact_sum,
+            (step_module, "rank_sums"): self._rank_sums,
             (param_group, "FixedOrderSum"): self._fixed_order_sum,
             (ops, "scatter_to_region"): self._scatter_to_region,
             (whole_sequences, "share_gradient"): functools.partial(self._gradient_share, PARTIAL),
@@ -85,6 +86,13 @@ class WatchedFunctions:
             self._check_loss(loss)
         with self.mode.paused():
             return original(comm, losses)
+
+    def _rank_sums(
+        self, original: Callable[..., Tensor], comm: Any, found: Sequence[Tensor], **options: bool
+    ) -> Tensor:
+        """A rank's part of the sums of rewards, which are made where the loss is."""
+        with self.mode.paused():
+            return original(comm, found, **options)
 
     def _fixed_order_sum(
         self,
