@@ -24,15 +24,16 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 ROOT = Path(__file__).parents[1]
-WEFT = "import sys; from weft.cli import main; sys.exit(main())"
+WEFT = "from tests.programs import end; from weft.cli import main; end(main())"
 """The program of the command `weft`."""
 PRELOAD = (
     "weft.cli",
@@ -40,7 +41,11 @@ PRELOAD = (
     "weft.run.fork_server",
     "weft.parallel.context.attend",
     "weft.parallel.tensor.transform",
+    "weft.generate.main",
     "numpy.ma",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "typeguard",
 )
 """What a training run imports."""
 INTEGER = struct.Struct("i")
@@ -334,6 +339,17 @@ def execute(request: Request) -> None:
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         exec(compile(request.code, "<string>", "exec"), main.__dict__)
+
+
+def end(code: int) -> NoReturn:
+    """End a program as Python does, but for the modules of the server: freeing them copies their
+    pages, and takes 0.25 s of CPU time.
+    """
+    from weft.run.worker import exit_now
+
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    exit_now(code)
 
 
 def main() -> None:

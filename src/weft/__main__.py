@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -27,6 +28,7 @@ def main() -> int:
         code = EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while Python ends
+    gc.freeze()  # its last collection would walk through all modules: 0.6 s
     return code
 
 

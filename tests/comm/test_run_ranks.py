@@ -2,7 +2,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import programs
 from weft.core.mesh import Mesh
 from weft.errors import CommTimeout, ConfigError, Fault, RankError
 from weft.testing import run_ranks
@@ -265,18 +265,17 @@ if __name__ == "__main__":
 
 
 def test_a_killed_caller_leaves_no_server_and_no_ranks(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
     script = tmp_path / "script.py"
-    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    script.write_text(SCRIPT)
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    deadline = time.monotonic() + 60
-    while (
-        not all(file.exists() and file.read_text() for file in files)
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    caller.kill()
-    caller.wait()
+    with programs().running("", str(tmp_path), script=script) as caller:
+        deadline = time.monotonic() + 60
+        while (
+            not all(file.exists() and file.read_text() for file in files)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        caller.kill()
     pids = [int(file.read_text()) for file in files]
     assert wait_until_gone(pids) == []
 

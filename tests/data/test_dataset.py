@@ -19,6 +19,7 @@ from weft.config.rules.config_checks import config_checks
 from weft.config.schema import DataConfig
 from weft.data import files, images, tokens
 from weft.data.dataset import open_data
+from weft.data.formats import format_of, formats_of
 from weft.data.order import layout_of, permuted, samples_of_step
 from weft.errors import DataError
 from weft.models import FAMILIES
@@ -265,6 +266,13 @@ def test_the_standard_library_is_what_plain_python_reads():
     actual = bytes(sample.astype(np.uint8))
     assert actual == text[128_000:128_128]
     assert 5e6 < data.facts()["bytes"] <= files.STDLIB_MAX_BYTES
+
+
+def test_the_standard_library_is_text_and_is_read_once():
+    found = files.stdlib_files()
+    assert formats_of(files.STDLIB, found) == tuple(map(format_of, found))
+    first, second = (open_tokens("stdlib", seq_len=length) for length in (128, 64))
+    assert first.stream is second.stream
 
 
 def test_the_standard_library_stops_at_its_limit(monkeypatch):

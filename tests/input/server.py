@@ -40,7 +40,10 @@ def serve() -> None:
     import weft.commands.export
     import weft.commands.generate
     import weft.commands.import_  # noqa: F401 - imported once, for all children
+    from weft.config.schema import DataConfig
+    from weft.data.token_sources import open_source
 
+    open_source("stdlib", DataConfig(), vocab=256)  # read once, for all children
     assert "torch" not in sys.modules
     used = resource.getrusage(resource.RUSAGE_SELF)
     _answer({"start_s": used.ru_utime + used.ru_stime})

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -27,7 +26,6 @@ from weft.data.files import (
     inner_name,
     left_out,
     read_fault,
-    stdlib_files,
 )
 from weft.errors import DataError, Fault, counted
 from weft.small_files import UnreadableFile, open_regular
@@ -116,17 +114,14 @@ class FileFormat:
 
 
 def formats_of(source: str, files: Sequence[Path]) -> tuple[FileFormat, ...]:
-    """What the files of a source hold.
+    """What the files of a source hold; Python's own sources are text in UTF-8 (PEP 3120).
 
     Raises:
         DataError: as `format_of`.
     """
-    return _stdlib_formats() if source == STDLIB else tuple(map(format_of, files))
-
-
-@cache
-def _stdlib_formats() -> tuple[FileFormat, ...]:
-    return tuple(map(format_of, stdlib_files()))
+    if source == STDLIB:
+        return (FileFormat("text"),) * len(files)
+    return tuple(map(format_of, files))
 
 
 def format_of(file: Path) -> FileFormat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from weft.config.rules.sections import vocabulary_holds
 from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
-from weft.data.files import KEY, TOKEN_SUFFIX, is_token_file
+from weft.data.files import KEY, STDLIB, TOKEN_SUFFIX, is_token_file
 from weft.data.formats import formats_of, read_as
 from weft.data.prepared import (
     PREPARE_AGAIN,
@@ -60,8 +61,14 @@ def open_source(
             stream = _tokenize_in_memory(source, files, data, tokenizer=tokenizer, vocab=vocab)
             return replace(stream, read_as=as_read)
     skipped = tuple(each.num_mark_bytes for each in formats)
-    stream = open_stream(files, token_dtype=data.token_dtype, vocab=vocab, skipped=skipped)
-    return replace(stream, read_as=as_read)
+    opened = _open_once if source == STDLIB else open_stream
+    return opened(
+        files, token_dtype=data.token_dtype, vocab=vocab, skipped=skipped, read_as=as_read
+    )
+
+
+_open_once = lru_cache(maxsize=2)(open_stream)
+"""Python's own sources do not change while a process runs: all ranks of it read them once."""
 
 
 def has_documents(stream: TokenStream) -> bool:

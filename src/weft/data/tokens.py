@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,12 +212,13 @@ class _Segment:
 
 
 def open_stream(
-    files: tuple[Path, ...], *, token_dtype: str, vocab: int, skipped: Sequence[int]
+    files: tuple[Path, ...], *, token_dtype: str, vocab: int, skipped: tuple[int, ...], read_as: str
 ) -> TokenStream:
     """Text files as bytes, or token files as ids; the first ids of token files are checked.
 
     Args:
         skipped: bytes at the start of each file that are no tokens.
+        read_as: what the files are read as, in words.
 
     Raises:
         DataError: a file that cannot be read, is truncated or holds ids outside the vocabulary; or
@@ -227,7 +228,7 @@ def open_stream(
     dtype = np.dtype(token_dtype if holds_tokens else np.uint8).newbyteorder("<")
     marks = zip(files, skipped, strict=True)
     parts = tuple(open_tokens(file, dtype, skipped=mark) for file, mark in marks)
-    stream = TokenStream(files=files, parts=parts, vocab=vocab)
+    stream = TokenStream(files=files, parts=parts, vocab=vocab, read_as=read_as)
     if not len(stream):
         raise empty_error("0 bytes", files)
     if holds_tokens:  # bytes are below 256 anyway
