@@ -60,12 +60,7 @@ from weft_plan.calibration.fit import fit
 from weft_plan.calibration.measured_steps import MeasuredStep
 from weft_plan.commands.calibrate import runs_of
 from weft_plan.commands.calibrate_options import CalibrateOptions
-from weft_plan.commands.calibrate_run import (
-    example_batches,
-    report,
-    start_of,
-    write_constants,
-)
+from weft_plan.commands.calibrate_run import example_batches, report, start_of, write_constants
 from weft_plan.simulation.jitter import replicas_of, step_distribution
 
 RANKS = 4
