@@ -92,12 +92,15 @@ class _DeviceEnd:
 
 def _start_copies(device: torch.device, pairs: Sequence[_CopyPair]) -> _DeviceEnd:
     stream = torch.cuda.Stream(device)
+    # Behind what has written the sources, the update above all.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for pair in pairs:
             pair.copy.copy_(pair.source, non_blocking=True)
     event = torch.cuda.Event()
     event.record(stream)
+    # Held until the end: the allocator knows nothing of this stream, and would give their memory to
+    # kernels of the compute stream while the copies read it.
     sources = tuple(pair.source for pair in pairs)
     return _DeviceEnd(device, event, sources)
 

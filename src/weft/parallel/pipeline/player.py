@@ -214,6 +214,8 @@ class Player:
 
     def _start_transfers(self, state: StepState, transfers: Sequence[Transfer]) -> None:
         """Sends and receives between two actions: none of them waits for another."""
+        # One group: NCCL deadlocks on a send and a receive in both directions that it gets one by
+        # one.
         with self.model.comm.grouped_messages():
             for transfer in transfers:
                 if isinstance(transfer, Send):
@@ -270,6 +272,7 @@ class Player:
         """B; or I, where the forward was split: then weight gradients stay pending."""
         self._notify_last_backward(act)
         key = StageMicrobatch(act.stage, act.mb)
+        # Taken out before the backward, so that nothing but the graph holds the activations.
         saved = state.activations.pop(key)
         gradients: list[Tensor] = [state.seed.to(output.dtype) for output in saved.outputs]
         source = self.table.source(act)
@@ -302,6 +305,7 @@ class Player:
         )  # kept until the send has ended: a backend reads its memory meanwhile
         work = self.model.comm.start_send(tensor, PP, to=send.peer)
         state.sends.append(_SendUnderWay(work, tensor))
+        # Tensors under way take memory, and a stage that runs ahead would collect them.
         if len(state.sends) > self.max_sends:
             oldest = state.sends.popleft()
             oldest.work.wait()
@@ -312,6 +316,7 @@ class Player:
         boundary = recv.stage
         if recv.kind != "activation":
             boundary -= 1
+        # It begins ahead of the action that reads it, beside what this rank computes in between.
         buffer = torch.empty(
             plan.boundary_shape(boundary), dtype=getattr(torch, plan.compute), device=comm.device
         )

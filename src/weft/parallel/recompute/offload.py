@@ -72,12 +72,15 @@ class CudaCopying:
 
     def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Wait:
         """Copy behind what writes the sources, and behind what has used the targets' memory before."""
+        # Kernels that write the sources are ahead of the copies, and so are those that still use
+        # memory which the allocator has handed out anew for the targets.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
         end = torch.cuda.Event()
         end.record(self.stream)
+        # A wait of the compute stream; the host goes on.
         return lambda: torch.cuda.current_stream(self.device).wait_event(end)
 
 
@@ -210,6 +213,8 @@ class OffloadedCall:
             storage.check_version()
         sources = [each.source for each in storages if each.source is not None]
         copies = [self._chain.copying.host_memory(source) for source in sources]
+        # The sources stay allocated until the copies of the next block have begun: to free them
+        # here, the compute stream would have to wait for these copies at once.
         self._wait_out = self._chain.copying.start(sources, copies)
         for storage, source, copy in zip(storages, sources, copies, strict=True):
             storage.copy = copy
@@ -221,6 +226,7 @@ class OffloadedCall:
     def free(self) -> None:
         """Free the memory on the device, behind the copies."""
         assert self._wait_out is not None, "copies have begun"
+        # The allocator may give this memory to the next kernel, which must run behind the copies.
         self._wait_out()
         for storage in self._storages.values():
             storage.check_version()
@@ -258,6 +264,8 @@ class OffloadedCall:
         if isinstance(packed, SavedTensor):
             return packed.get()
         if not self._is_in_backward:
+            # The first tensor that the backward asks for. The block before comes back, too, beside
+            # the backward of this one.
             self._is_in_backward = True
             self._chain.free_all_but(self)
             self._start_back()

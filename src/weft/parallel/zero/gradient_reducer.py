@@ -220,6 +220,7 @@ class GradientReducer:
     def _on_gradient(self, group: ParamGroup, name: str, param: Tensor) -> None:
         """Hook: autograd has accumulated the gradient that one backward yields for a parameter."""
         if not self._touched:
+            # The first gradient of this backward: its end is asked for once.
             after_this_backward(self._on_backward_end)
         key = id(group)
         self._touched[key] = group
@@ -233,6 +234,7 @@ class GradientReducer:
         if self._reduces_now(group.stage) and not group.reduces_each_leaf:
             self._complete.add(key)
             self._reduce_in_order(group.stage)
+        # The gradients of its parameters were the last use of their unsharded values.
         group.reshard()
 
     def _reduce_in_order(self, stage: int) -> None:
@@ -333,6 +335,8 @@ class GradientReducer:
 
     def start_remaining(self) -> None:
         """Start the reductions that no backward has started, in order."""
+        # Last group first, as in a backward: on another rank the backward may have started some of
+        # them, and collectives of one communicator have one order on all ranks.
         for group in reversed(self.trained_groups):
             has_unreduced = (
                 group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
@@ -350,6 +354,7 @@ class GradientReducer:
         for group in self.trained_groups:
             group.finish_step()
         self._under_way.clear()
+        # A block whose backward has not run on this rank is still unsharded.
         for group in self.groups:
             group.reshard()
         self.arrived.clear()
@@ -414,6 +419,8 @@ class GradientReducer:
         """All-gather the updated values, two groups at a time; under ZeRO 3 the blocks' hooks
         gather them.
         """
+        # The second is on its way while the first is copied out of its buffer; more at once would
+        # need more buffers, and none would arrive sooner.
         held = [group for group in self.groups if not group.reshards]
         for group, following in itertools.zip_longest(held, held[1:]):
             group.start_all_gather()

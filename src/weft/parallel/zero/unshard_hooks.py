@@ -105,6 +105,8 @@ class GroupsInBackward:
         if not self._is_end_queued:
             self._is_end_queued = True
             after_this_backward(self._on_backward_end)
+        # With `create_graph` gradients are computed with gradients on, and a second backward reads
+        # the same values.
         self._creates_graph |= torch.is_grad_enabled()
         for group in groups:
             self._groups[id(group)] = group
@@ -143,6 +145,8 @@ class PrefetchSchedule:
         """Unshard the block, prefetch the next."""
         for group in self.groups:
             group.unshard()
+        # A forward inside of a backward recomputes: the block that comes next there is the one
+        # before, and its gather has begun already.
         is_recomputed = any(group in self.in_backward for group in self.groups)
         if not is_recomputed:
             for group in self.next_groups:
@@ -169,6 +173,8 @@ class PrefetchSchedule:
     def after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
         """Reshard the block; have its backward unshard it again."""
         for group in self.groups:
+            # What the next block uses, too, stays; and so does what a running backward has
+            # unsharded.
             is_next = any(group is other for other in self.next_groups)
             if not is_next and group not in self.in_backward:
                 group.reshard()
