@@ -66,7 +66,7 @@ ALONE = Merge()
 
 
 @dataclass(frozen=True)
-class HFModel:
+class ExportedModel:
     """A checkpoint in terms of a Hugging Face folder.
 
     Attributes:
@@ -94,7 +94,7 @@ def describe_checkpoint(
     dtype: str | None,
     sidecar_folders: Iterable[Path],
     merge: Merge = ALONE,
-) -> HFModel:
+) -> ExportedModel:
     """A checkpoint as a Hugging Face folder would have it; adapters are merged.
 
     Args:
@@ -120,7 +120,7 @@ def describe_checkpoint(
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
     classes = (model.facts.run.get("data") or {}).get("classes", ())
     config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original, classes=classes)
-    return HFModel(source, cfg, typed, config, texts)
+    return ExportedModel(source, cfg, typed, config, texts)
 
 
 def export_hf(

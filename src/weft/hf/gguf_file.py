@@ -21,7 +21,7 @@ from weft.config.hf.write_config import config_json
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 from weft.hf.check_logits import Gguf, LogitsComparison, compare_logits
-from weft.hf.export_hf import HFModel
+from weft.hf.export_hf import ExportedModel
 from weft.hf.gguf_model import (
     ARCHITECTURES,
     CONVERTER,
@@ -54,7 +54,7 @@ FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_
 
 
 def export_gguf(
-    model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: str | None, compares: bool
+    model: ExportedModel, folder: Path, *, vocabulary: Vocabulary, dtype: str | None, compares: bool
 ) -> TransferResult:
     """Write a GGUF file of a model, and compare what transformers reads of it.
 
@@ -85,7 +85,7 @@ def export_gguf(
     return TransferResult((*lines, str(comparison)), is_equal=comparison.is_equal)
 
 
-def in_own_terms(model: HFModel) -> HFModel:
+def in_own_terms(model: ExportedModel) -> ExportedModel:
     """A model of transformers' own code with the config.json of weft's family of that architecture,
     which has no settings but those that it computes.
 
@@ -103,7 +103,7 @@ def in_own_terms(model: HFModel) -> HFModel:
     return replace(model, config=config_json(mapping, cfg, dtype=dtype, original=model.config))
 
 
-def write_gguf(model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: str) -> int:
+def write_gguf(model: ExportedModel, folder: Path, *, vocabulary: Vocabulary, dtype: str) -> int:
     """Write `folder`/model.gguf of a model without `model_faults`; returns its size in bytes.
 
     Args:
@@ -156,7 +156,7 @@ def write_gguf(model: HFModel, folder: Path, *, vocabulary: Vocabulary, dtype: s
         return path.stat().st_size
 
 
-def _tensors(model: HFModel) -> tuple[GGUFTensor, ...]:
+def _tensors(model: ExportedModel) -> tuple[GGUFTensor, ...]:
     return tensors_of(model.config, {each.tensor.name: each.tensor.shape for each in model.typed})
 
 
