@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
-from benchmarks.rivals import context, fsdp, pipeline, tensor
+from benchmarks.rivals import accelerated, context, fsdp, pipeline, tensor
 from benchmarks.rivals.timing import format_report, time_in_turns
 from benchmarks.rivals.training import SMALL, TINY, Size, Training, join_torch_world
 
@@ -41,13 +41,10 @@ SIZES = {
 }
 """Model and batch by size and mesh; "" is for the meshes that are not listed."""
 
-MODULES = (fsdp, pipeline, context, tensor)
+MODULES = (fsdp, pipeline, context, tensor, accelerated)
 MESHES = {name: module.MESH for module in MODULES for name in module.COMPARISONS}
 COMPARISONS = {
-    **fsdp.COMPARISONS,
-    **pipeline.COMPARISONS,
-    **context.COMPARISONS,
-    **tensor.COMPARISONS,
+    name: comparison for module in MODULES for name, comparison in module.COMPARISONS.items()
 }
 
 
