@@ -239,7 +239,7 @@ def test_the_commands_report_and_fail_if_the_models_differ(
     assert "not compared: transformers is not installed" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(
-        "weft.hf.check_logits.hf_logits", lambda folder, tokens, labels: torch.zeros(2, 32, 61)
+        "weft.hf.check_logits.hf_logits", lambda folder, tokens, **_: torch.zeros(2, 32, 61)
     )
     assert main(["export", run, str(tmp_path / "wrong")]) == 1
 

@@ -8,6 +8,7 @@ comm = weft.init("dp2 tp2")     # from here on four processes run this script
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import secrets
 import sys
@@ -119,6 +120,7 @@ def _wait_and_exit(
         code = EXIT_USER if error.kind == "user" else EXIT_FAILED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    gc.freeze()  # as at the end of a command: what was imported is not collected
     raise SystemExit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -144,7 +145,9 @@ def train_as_child() -> None:
             choose_mesh=choose_before_ranks,
             choose_recompute=choose_recompute_before_ranks,
         )
-        sys.exit(train_checked(run).code)
+        code = train_checked(run).code
+        gc.freeze()  # as at the end of `weft train`
+        sys.exit(code)
     except WeftError as error:
         Path(failure_path).write_bytes(cloudpickle.dumps(error))
         sys.exit(EXIT_USER if isinstance(error, UserError) else EXIT_FAILED)
