@@ -40,11 +40,39 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
     assert torch.equal(unpack(packed, dim=1), functional.dequantize_4bit(codes, state))
 
 
+@pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_quantizing_what_was_dequantized_changes_nothing(dim: int, dtype: torch.dtype) -> None:
-    packed = pack(matrix(150, 98), dim=dim)
-    assert torch.equal(pack(unpack(packed, dim=dim).to(dtype), dim=dim), packed)
+def test_quantizing_what_was_dequantized_changes_nothing(
+    dim: int, dtype: torch.dtype, double: bool
+) -> None:
+    packed = pack(matrix(150, 98), dim=dim, double=double)
+    again = unpack(packed, dim=dim, double=double).to(dtype)
+    assert torch.equal(pack(again, dim=dim, double=double), packed)
+
+
+def test_shares_are_of_the_largest_of_256_blocks() -> None:
+    """The codes are those without double quantization."""
+    weight = matrix(3, 64 * 300)
+    packed = pack(weight, dim=1, double=True)
+    num_codes = 32 * 300
+    assert packed.shape == (3, num_codes + 300 + 2 * 4)
+    assert torch.equal(packed[:, :num_codes], pack(weight, dim=1)[:, :num_codes])
+    absmax = weight.unflatten(1, (300, 64)).abs().amax(-1)
+    largest = torch.stack([absmax[:, :256].amax(1), absmax[:, 256:].amax(1)], 1)
+    assert torch.equal(packed[:, -8:].clone().view(torch.float32), largest)
+    shares = packed[:, num_codes:-8].float() / 255
+    kept = shares * largest.repeat_interleave(256, 1)[:, :300]
+    assert (kept - absmax).abs().max() <= largest.max() / 510 * (1 + 1e-6)
+    entries = unpack(packed, dim=1, double=True).unflatten(1, (300, 64)).abs().amax(-1)
+    assert torch.equal(entries, kept)
+
+
+@pytest.mark.parametrize("length", [2, 62, 64, 66, 64 * 256, 64 * 256 + 2, 64 * 600 - 2])
+def test_the_length_of_a_line_follows_from_its_bytes(length: int) -> None:
+    for double in (False, True):
+        assert unpacked_width(packed_width(length, double=double), double=double) == length
+    assert packed_width(64 * 256, double=True) * 8 == 4.126953125 * 64 * 256
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -30,6 +30,7 @@ from weft_selftest.mutants.plant import planted
 from weft_selftest.mutants.quantized_faults import MUTANTS
 
 LORA = LoraConfig(rank=3, alpha=5.0, quantize="nf4")
+DOUBLE = LoraConfig(rank=3, alpha=5.0, quantize="nf4_double")
 DORA = LoraConfig(rank=3, alpha=5.0, dora=True, targets=("q", "down"), quantize="nf4")
 NUM_STEPS = 2
 DIM = 96
@@ -89,6 +90,13 @@ def test_magnitudes_extend_quantized_linears(case: Case) -> None:
     check(case, DORA)
 
 
+@pytest.mark.parametrize(
+    "case", [Case("tp2", **TINY), Case("dp3 tp2", zero=3, grouped=True, **TINY)], ids=str
+)
+def test_scales_in_8_bits_are_those_of_one_device(case: Case) -> None:
+    check(case, DOUBLE)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_of_the_blocks_is_a_difference(mutant: object) -> None:
     case = Case("tp2", **TINY)
@@ -100,10 +108,14 @@ def test_a_fault_of_the_blocks_is_a_difference(mutant: object) -> None:
         check_records(subject, records, right)
 
 
+@pytest.mark.parametrize(("lora", "bits"), [(LORA, 4.5), (DOUBLE, 4 + 8 / 64 + 32 / 128)])
 @pytest.mark.parametrize("zero", [0, 3])
-def test_a_rank_holds_four_and_a_half_bits_of_each_frozen_weight(zero: int) -> None:
+def test_a_rank_holds_so_many_bits_of_each_frozen_weight(
+    zero: int, lora: LoraConfig, bits: float
+) -> None:
+    """Lines of 128 entries: under double quantization a scale for both blocks of each."""
     case = Case("dp2", zero=zero, layers=2, microbatches=1)  # type: ignore[arg-type]
-    widths = {"model.dim": 128, "model.ffn": 64}
+    widths = {"model.dim": 128, "model.ffn": 128, "lora": lora}
 
     def rank(comm: Comm) -> int:
         step = build_step(run_of(case, **widths), comm)
@@ -111,7 +123,7 @@ def test_a_rank_holds_four_and_a_half_bits_of_each_frozen_weight(zero: int) -> N
         return sum(tensor.nbytes for group in groups.values() for tensor in group.held)
 
     weights = sum(out * into for out, into in run_of(case, **widths).model.linears().values())
-    num_bytes = 4.5 / 8 * weights
+    num_bytes = bits / 8 * weights
     assert run_ranks(case.mesh, rank) == [num_bytes / (2 if zero else 1)] * 2
 
 

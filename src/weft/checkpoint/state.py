@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from weft.checkpoint.quantized import NF4_SECTIONS
+from weft.checkpoint.quantized import section_of
 from weft.checkpoint.tensor_digest import digest_of_box
 from weft.checkpoint.write_item import Snapshot, WriteItem, snapshot
 from weft.core.axes import Box, blocks_begun_in, span
@@ -93,8 +93,8 @@ class TrainState:
         """
         names = {f"{MODEL}/{name}" for name in self.model.buffer_records.buffers()}
         for name, shard in self.model.shards.items():
-            dim = self.model.quantized.get(name)
-            names.add(f"{MODEL if dim is None else NF4_SECTIONS[dim]}/{shard.owner}")
+            dim, double = self.model.quantized.get(name), self.model.has_double_blocks
+            names.add(f"{MODEL if dim is None else section_of(dim, double=double)}/{shard.owner}")
             for key in self.optimizer_keys.get(name, ()):
                 section = self.own_section(f"{OPTIMIZER}/{key}")
                 names.add(f"{section}/{shard.owner}")
@@ -445,7 +445,7 @@ def _quantized_state(model: ParallelModel, name: str, group: QuantizedGroup) -> 
     state = replace(
         of_matrix,
         param=group.shard_of_bytes(shard),
-        tensors={NF4_SECTIONS[group.dims[name]]: packed},
+        tensors={section_of(group.dims[name], double=group.double): packed},
         matrix=matrix,
     )
     return state

@@ -461,9 +461,9 @@ class LoraConfig(ConfigSection):
     dora: bool = Field(
         False, description="DoRA: a trained magnitude for each output of an adapted linear"
     )
-    quantize: Literal["none", "nf4"] = Field(
+    quantize: Literal["none", "nf4", "nf4_double"] = Field(
         "none",
-        description="how the frozen linears are held: as computed with, or nf4: in 4.5 bits a weight (QLoRA)",
+        description="how the frozen linears are held: as computed with; nf4: in 4.5 bits a weight (QLoRA); nf4_double: 4.13",
     )
     base: str | None = Field(
         None,

@@ -37,7 +37,8 @@ VOCAB = 256
 MOST_MULTIPLES = 24
 HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-QUANTIZED_BLOCK = 64
+QUANTIZED_BLOCKS = {"nf4": 64, "nf4_double": 64 * 256}
+"""Entries of a row that no layout may cut."""
 LEAST_QUANTIZED_DIM = 96
 """Width of a model whose linears are held in 4 bits: a line has more than one block of 64."""
 SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
@@ -187,7 +188,7 @@ def _head_choices(run: Run, *, at_least: int = 1) -> Iterator[dict[str, Any]]:
     if "dim" not in sizes:
         return
     largest_dim = sizes["dim"]
-    least_dim = LEAST_QUANTIZED_DIM if run.lora.quantize == "nf4" else 0
+    least_dim = 0 if run.lora.quantize == "none" else LEAST_QUANTIZED_DIM
     dims = [dim for dim in DIMS if least_dim <= dim <= largest_dim]
     if "heads" not in sizes:
         for dim in dims:
@@ -232,7 +233,7 @@ def _has_whole_blocks(run: Run) -> bool:
     if run.lora.quantize == "none" or degree == 1 or not is_architecture_name(run.model.name):
         return True
     parts = [features / degree for _, features in run.model.linears().values()]
-    return all(part % QUANTIZED_BLOCK == 0 for part in parts)
+    return all(part % QUANTIZED_BLOCKS[run.lora.quantize] == 0 for part in parts)
 
 
 def has_documents(data: DataConfig) -> bool:

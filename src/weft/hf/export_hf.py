@@ -14,6 +14,7 @@ from weft.checkpoint.format import Facts
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
 from weft.config.hf.read_config import CONFIG
+from weft.config.hf.text_part import text_config_of
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig
@@ -110,7 +111,7 @@ def describe_checkpoint(
     source = model.source
     cfg = model.cfg
     texts = read_sidecars(sidecar_folders)
-    original = json.loads(texts.pop(CONFIG, "{}"))
+    original = text_config_of(json.loads(texts.pop(CONFIG, "{}")))
     faults = tuple(unwritable(cfg, FAMILIES))
     if faults:
         raise CheckpointError(*faults)

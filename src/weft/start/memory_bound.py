@@ -23,7 +23,7 @@ MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 """Files with the limit of a container, of control groups 2 and 1."""
 STATES = {"adamw": 2, "lion": 1, "muon": 1}
 """Numbers that an optimizer keeps for a parameter, at least."""
-NF4_BYTES = 4.5 / 8
+NF4_BYTES = {"nf4": 4.5 / 8, "nf4_double": 4.125 / 8}
 """Bytes of a weight in 4 bits."""
 LEAST_KEPT = 8
 """Tensors of the size of a block's output that its backward needs, at least."""
@@ -79,7 +79,7 @@ class StateBytes:
         size = NUM_BYTES[run.precision.params]
         gradient_size = min(size, NUM_BYTES[run.precision.compute])
         is_trained = not run.lora.rank
-        weight_size = NF4_BYTES if run.lora.quantize == "nf4" else size
+        weight_size = NF4_BYTES.get(run.lora.quantize, size)
         states = STATES.get(run.optim.name, 0)
         state_size = 1 if uses_8_bits(run.optim) else size
         return StateBytes(

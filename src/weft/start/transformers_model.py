@@ -61,6 +61,7 @@ def _check_blocks(run: Run) -> None:
     from weft.models.common.nf4 import check_borders  # it imports torch
 
     plan = plan_of(run)
+    double = run.lora.quantize == "nf4_double"
     axes = FAMILIES[run.model.name].axes(run.model)
     mesh = Mesh.parse(f"{TP}{plan.mesh.degree(TP)}")
     for linear, shape in run.model.linears().items():
@@ -68,7 +69,7 @@ def _check_blocks(run: Run) -> None:
         logical = logical_axes(name, axes)
         for rank in range(mesh.size):
             shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=mesh, rank=rank)
-            check_borders(name, shard, shape[1], dim=1)
+            check_borders(name, shard, shape[1], dim=1, double=double)
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:

@@ -34,7 +34,7 @@ from weft.models.common.batch import example_of
 from weft.models.common.fp8_linears import with_fp8
 from weft.models.common.lora import adapted
 from weft.models.common.neftune import noisy
-from weft.models.common.nf4 import check_borders, quantized_matrices
+from weft.models.common.nf4 import check_borders, has_double_blocks, quantized_matrices
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
@@ -99,12 +99,13 @@ def build_model(
 
     dims = quantized_matrices(family, config)
     quantized = {name: dims[name] for name in model.params if name in dims}
+    double = has_double_blocks(family)
     for name, dim in quantized.items():
         shard = model.shards[name]
-        check_borders(name, shard.shard, shard.shape[dim], dim=dim)
+        check_borders(name, shard.shard, shard.shape[dim], dim=dim, double=double)
     if plan.zero < 3:
         initialize([name for name in model.params if name not in quantized])
-    return replace(model, materialize=initialize, quantized=quantized)
+    return replace(model, materialize=initialize, quantized=quantized, has_double_blocks=double)
 
 
 def family_of(

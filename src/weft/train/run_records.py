@@ -107,6 +107,9 @@ def run_event(
     }
 
 
+BASES = {"nf4": "NF4", "nf4_double": "NF4 with scales in 8 bits"}
+
+
 def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> str:
     """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
     warmup = counted(optim.warmup, "step")
@@ -119,7 +122,7 @@ def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> 
     num_linears = len(adapted_linears(lora.targets, model.linears()))
     linears = counted(num_linears, "linear")
     magnitudes = " with magnitudes" if lora.dora else ""
-    base = ", the base in NF4" if lora.quantize == "nf4" else ""
+    base = "" if lora.quantize == "none" else f", the base in {BASES[lora.quantize]}"
     return f"{text}; trains only adapters{magnitudes} of rank {lora.rank} on {linears}{base}"
 
 

@@ -18,12 +18,12 @@ OPTIONS = "--lora.rank 3 --lora.quantize nf4 --model.dim 96"
 """A width of more than one block."""
 
 
-def neighbours_absmax(unpacked: Callable[[Tensor], Tensor], packed: Tensor) -> Tensor:
+def neighbours_absmax(unpacked: Callable[..., Tensor], packed: Tensor, **options: bool) -> Tensor:
     """Entries are multiplied by the absmax of the block behind theirs."""
     num_codes = unpacked_width(packed.shape[1]) // 2
     moved = packed.clone()
     moved[:, num_codes:] = packed[:, num_codes:].roll(ABSMAX_BYTES, 1)
-    return unpacked(moved)
+    return unpacked(moved, **options)
 
 
 def next_levels(borders: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from weft.config.hf.mapping import (
     Key,
 )
 from weft.config.hf.safetensors_files import list_tensors, read_json
+from weft.config.hf.text_part import text_config_of
 from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault
 
@@ -62,7 +63,7 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
                 fix="check the path",
             )
         )
-    config = read_json(path)
+    config = text_config_of(read_json(path))
     family, mapping = find_family(config, families, key=str(path))
     faults = tuple(config_faults(config, mapping.config, key=str(path)))
     if faults:

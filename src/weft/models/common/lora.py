@@ -234,7 +234,12 @@ class AdaptedFamily:
 
     def quantized(self, cfg: Any) -> dict[str, int]:
         """Weights that are held in 4 bits -> dim along which their blocks run."""
-        return block_dims(self.plain, cfg) if self.lora.quantize == "nf4" else {}
+        return {} if self.lora.quantize == "none" else block_dims(self.plain, cfg)
+
+    @property
+    def has_double_blocks(self) -> bool:
+        """Whether their scales are held in 8 bits."""
+        return self.lora.quantize == "nf4_double"
 
     def ties(self, cfg: Any) -> dict[str, str]:
         """The plain family's."""

@@ -15,6 +15,12 @@ Note [Blocks of quantized matrices]
 
     The entry of the largest magnitude has the level 1 or -1, so quantizing what was dequantized yields
     the same codes and the same absmax: a checkpoint that is read entry by entry is resumed bit for bit.
+
+Note [Double quantization]
+    With `nf4_double` the absmax of 256 neighbouring blocks of a line are 8-bit shares of the largest of
+    them, q / 255 times a float32: 4.13 bits a weight. Codes are those of the exact absmax. The 256 blocks
+    never cross lines, so that shards of lines are parts of the whole; in bitsandbytes they run over the
+    whole matrix, around their mean, so its scales are others.
 """
 
 from __future__ import annotations
@@ -44,6 +50,10 @@ CHUNK_ENTRIES, CHUNK_ENTRIES_ON_GPU = 2**18, 2**24
 """Entries that are packed or unpacked at once, which bounds what is allocated for intermediate results."""
 ABSMAX_BYTES = 4
 BLOCK_BYTES = BLOCK // 2 + ABSMAX_BYTES
+DOUBLE_BLOCKS = 256
+"""Blocks of a line whose absmax share a scale under double quantization."""
+DOUBLE_BYTES = DOUBLE_BLOCKS * (BLOCK // 2 + 1) + ABSMAX_BYTES
+MOST_SHARE = 255
 
 
 def nf4_levels() -> Tensor:
@@ -77,25 +87,38 @@ def _entries_of_bytes(device: torch.device) -> Tensor:
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).to(device)
 
 
-def packed_width(length: int) -> int:
-    """Bytes of a line of `length` entries, an even number: codes, then the absmax of its blocks."""
-    return length // 2 + ABSMAX_BYTES * -(-length // BLOCK)
-
-
-def unpacked_width(num_bytes: int) -> int:
-    """Entries of a line of so many bytes."""
-    return 2 * (num_bytes - ABSMAX_BYTES * -(-num_bytes // BLOCK_BYTES))
-
-
-def bytes_of_blocks(length: int, start: int, stop: int) -> tuple[slice, slice]:
-    """Where the codes and the absmax of entries [start, stop), which are whole blocks, are among the
-    bytes of a line.
+def packed_width(length: int, *, double: bool = False) -> int:
+    """Bytes of a line of `length` entries, an even number: codes, then the absmax of its blocks; under
+    double quantization shares, then scales.
     """
-    first = length // 2
-    blocks = slice(
-        first + ABSMAX_BYTES * (start // BLOCK), first + ABSMAX_BYTES * -(-stop // BLOCK)
-    )
-    return slice(start // 2, stop // 2), blocks
+    *_, last = bytes_of_blocks(length, 0, length, double=double)
+    num_bytes: int = last.stop
+    return num_bytes
+
+
+def unpacked_width(num_bytes: int, *, double: bool = False) -> int:
+    """Entries of a line of so many bytes."""
+    if not double:
+        return 2 * (num_bytes - ABSMAX_BYTES * -(-num_bytes // BLOCK_BYTES))
+    codes_and_shares = num_bytes - ABSMAX_BYTES * -(-num_bytes // DOUBLE_BYTES)
+    return 2 * (codes_and_shares - -(-codes_and_shares // (BLOCK // 2 + 1)))
+
+
+def bytes_of_blocks(
+    length: int, start: int, stop: int, *, double: bool = False
+) -> tuple[slice, ...]:
+    """Where entries [start, stop), which are whole blocks, are among the bytes of a line: their codes
+    and their absmax; under double quantization codes, shares and scales.
+    """
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    codes = slice(start // 2, stop // 2)
+    behind = length // 2
+    if not double:
+        return codes, slice(behind + ABSMAX_BYTES * first, behind + ABSMAX_BYTES * last)
+    shares = slice(behind + first, behind + last)
+    behind += -(-length // BLOCK)
+    first, last = first // DOUBLE_BLOCKS, -(-last // DOUBLE_BLOCKS)
+    return codes, shares, slice(behind + ABSMAX_BYTES * first, behind + ABSMAX_BYTES * last)
 
 
 def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
@@ -104,16 +127,21 @@ def with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...
 
 
 @torch.no_grad()
-def pack(matrix: Tensor, *, dim: int) -> Tensor:
-    """A matrix in 4 bits: [lines, bytes], where lines run along `dim`, which has an even length."""
+def pack(matrix: Tensor, *, dim: int, double: bool = False) -> Tensor:
+    """A matrix in 4 bits: [lines, bytes], where lines run along `dim`, which has an even length.
+
+    Args:
+        double: see Note [Double quantization].
+    """
     lines = matrix.movedim(dim, -1)
     if lines.is_meta:
-        num_bytes = packed_width(lines.shape[1])
+        num_bytes = packed_width(lines.shape[1], double=double)
         return lines.new_empty((len(lines), num_bytes), dtype=torch.uint8)
-    return torch.cat([_packed(chunk) for chunk in lines.split(_lines_at_once(lines))])
+    chunks = lines.split(_lines_at_once(lines))
+    return torch.cat([_packed(chunk, double=double) for chunk in chunks])
 
 
-def _packed(lines: Tensor) -> Tensor:
+def _packed(lines: Tensor, *, double: bool) -> Tensor:
     num_lines, length = lines.shape
     padded = F.pad(lines.float(), (0, -length % BLOCK)).contiguous()
     blocks = padded.view(num_lines, -1, BLOCK)
@@ -124,34 +152,51 @@ def _packed(lines: Tensor) -> Tensor:
         codes += scaled > border
     codes = codes.view(num_lines, -1)[:, :length]
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
-    return torch.cat([pairs, absmax.view(torch.uint8)], 1)
+    scales = _shares(absmax) if double else absmax.view(torch.uint8)
+    return torch.cat([pairs, scales], 1)
+
+
+def _shares(absmax: Tensor) -> Tensor:
+    """The bytes of shares, then of scales."""
+    num_blocks = absmax.shape[1]
+    padded = F.pad(absmax, (0, -num_blocks % DOUBLE_BLOCKS))
+    groups = padded.view(len(absmax), -1, DOUBLE_BLOCKS)
+    largest = groups.amax(-1)
+    ratios = groups / largest.masked_fill(largest == 0, 1).unsqueeze(-1)
+    shares = (ratios * MOST_SHARE).round().to(torch.uint8).flatten(1)[:, :num_blocks]
+    return torch.cat([shares, largest.view(torch.uint8)], 1)
 
 
 @torch.no_grad()
-def unpack_into(matrix: Tensor, packed: Tensor, *, dim: int) -> None:
+def unpack_into(matrix: Tensor, packed: Tensor, *, dim: int, double: bool = False) -> None:
     """Write the matrix of `pack`, whose entries are computed in float32."""
     lines = matrix.movedim(dim, -1)
     num_lines = _lines_at_once(lines)
     for chunk, entries in zip(packed.split(num_lines), lines.split(num_lines), strict=True):
-        entries.copy_(_unpacked(chunk))
+        entries.copy_(_unpacked(chunk, double=double))
 
 
-def unpack(packed: Tensor, *, dim: int) -> Tensor:
+def unpack(packed: Tensor, *, dim: int, double: bool = False) -> Tensor:
     """The matrix of `pack`, in float32."""
     num_lines, num_bytes = packed.shape
-    shape = (num_lines, unpacked_width(num_bytes))
+    shape = (num_lines, unpacked_width(num_bytes, double=double))
     matrix = torch.empty(shape if dim == 1 else shape[::-1], device=packed.device)
-    unpack_into(matrix, packed, dim=dim)
+    unpack_into(matrix, packed, dim=dim, double=double)
     return matrix
 
 
-def _unpacked(packed: Tensor) -> Tensor:
+def _unpacked(packed: Tensor, *, double: bool) -> Tensor:
     num_lines, num_bytes = packed.shape
-    length = unpacked_width(num_bytes)
-    codes, absmax_bytes = packed.split([length // 2, num_bytes - length // 2], 1)
+    length = unpacked_width(num_bytes, double=double)
+    codes, *shares, scales = (
+        packed[:, part] for part in bytes_of_blocks(length, 0, length, double=double)
+    )
     entries = F.embedding(codes.int(), _entries_of_bytes(packed.device)).view(num_lines, length)
-    aligned = absmax_bytes.clone(memory_format=torch.contiguous_format)
+    aligned = scales.clone(memory_format=torch.contiguous_format)
     absmax = aligned.view(torch.float32)
+    if double:
+        largest = absmax.repeat_interleave(DOUBLE_BLOCKS, 1)[:, : shares[0].shape[1]]
+        absmax = shares[0].float().div_(MOST_SHARE).mul_(largest)
     of_entries = absmax.unsqueeze(-1).expand(-1, -1, BLOCK).flatten(1)[:, :length]
     return entries.mul_(of_entries)
 
@@ -167,20 +212,27 @@ def quantized_matrices(family: Family, cfg: ModelConfig) -> Mapping[str, int]:
     return names
 
 
-def check_borders(name: str, shard: Shard, length: int, *, dim: int) -> None:
-    """Check that a shard of a matrix begins and ends between blocks of `dim`, of this length.
+def has_double_blocks(family: Family) -> bool:
+    """Whether a family holds weights in 4 bits under double quantization."""
+    return bool(getattr(family, "has_double_blocks", False))
+
+
+def check_borders(name: str, shard: Shard, length: int, *, dim: int, double: bool = False) -> None:
+    """Check that a shard of a matrix begins and ends between blocks of `dim`, of this length; under
+    double quantization between groups of blocks.
 
     Raises:
         PlanError: it cuts one.
     """
+    size = BLOCK * DOUBLE_BLOCKS if double else BLOCK
     ends = {end for box in shard.boxes for end in (box.lo[dim], box.hi[dim])}
-    cuts = sorted(end for end in ends - {length} if end % BLOCK)
+    cuts = sorted(end for end in ends - {length} if end % size)
     if cuts:
-        what = f"tp would cut the blocks of {BLOCK} of {name}"
+        what = f"tp would cut the blocks of {size} of {name}"
         got = f"a border at {cuts[0]} of its {length} features"
-        fix = (
-            f"fewer ranks of tp, with parts of a multiple of {BLOCK}, or dp, pp or parallel.zero 3"
-        )
+        fix = f"fewer ranks of tp, with parts of a multiple of {size}, or dp, pp or parallel.zero 3"
+        if double:
+            fix += ", or --lora.quantize nf4"
         raise PlanError(Fault("lora.quantize", what, got=got, fix=fix))
 
 

@@ -96,6 +96,7 @@ class ParallelModel:
         buffer_records: of the modules here whose training forward updates buffers; none before
             `weft.parallel.model.recorded_buffers.with_records`.
         quantized: frozen matrices here that are held in 4 bits -> dim along which their blocks run.
+        has_double_blocks: whether their scales are in 8 bits.
     """
 
     plan: Plan
@@ -108,6 +109,7 @@ class ParallelModel:
     materialize: Callable[[Sequence[str]], None] = lambda names: None
     buffer_records: BufferRecords = field(default_factory=BufferRecords)
     quantized: Mapping[str, int] = field(default_factory=dict)
+    has_double_blocks: bool = False
 
     @property
     def blocks(self) -> dict[str, nn.Module]:

@@ -98,6 +98,7 @@ def _quantized_groups(model: ParallelModel, policy: ShardingPolicy) -> Iterator[
             model.comm,
             replace(policy, zero=3, params=policy.compute),
             dims=model.quantized,
+            double=model.has_double_blocks,
             axes=state_axes(model.comm.mesh, axes).sharded,
             stage=stage,
             num_stages=max(stage_counts[name] for name in names),

@@ -34,6 +34,7 @@ class QuantizedGroup(ParamGroup):
 
     Args:
         dims: name -> dim along which the blocks of a matrix run.
+        double: see Note [Double quantization].
 
     Attributes:
         packed: name -> this rank's lines of a matrix, [lines, bytes].
@@ -46,11 +47,13 @@ class QuantizedGroup(ParamGroup):
         policy: ShardingPolicy,
         *,
         dims: Mapping[str, int],
+        double: bool,
         axes: tuple[str, ...],
         stage: int,
         num_stages: int,
     ) -> None:
         self.dims = {name: dims[name] for name in params}
+        self.double = double
         self.packed: dict[str, Tensor] = {}
         super().__init__(params, comm, policy, axes=axes, stage=stage, num_stages=num_stages)
 
@@ -67,7 +70,7 @@ class QuantizedGroup(ParamGroup):
     def _flatten_params(self) -> None:
         parts: list[Tensor] = []
         for name, param in self.params.items():
-            lines = pack(param.detach(), dim=self.dims[name])
+            lines = pack(param.detach(), dim=self.dims[name], double=self.double)
             start, stop = self._own_lines(name)
             padding = self._lines_a_rank(name) - (stop - start)
             parts.append(F.pad(lines[start:stop], (0, 0, 0, padding)).flatten())
@@ -135,7 +138,7 @@ class QuantizedGroup(ParamGroup):
 
     def dequantized(self, name: str) -> Tensor:
         """This rank's lines of a matrix, in float32, in the shape of `shard_of_lines`."""
-        return unpack(self.packed[name], dim=self.dims[name])
+        return unpack(self.packed[name], dim=self.dims[name], double=self.double)
 
     def shard_of_lines(self, matrix: ParamShard) -> ParamShard:
         """The geometry of this rank's lines of a matrix, from that of the matrix."""
@@ -161,27 +164,30 @@ class QuantizedGroup(ParamGroup):
 
     def shard_of_bytes(self, matrix: ParamShard) -> ParamShard:
         """The geometry of `packed`: lines one below the other; where tensor parallelism cuts them, the
-        codes of this rank's blocks, then their absmax.
+        codes of this rank's blocks, then their scales.
         """
         dim = self.dims[matrix.name]
         length = matrix.shape[dim]
-        shape = (matrix.shape[1 - dim], packed_width(length))
+        shape = (matrix.shape[1 - dim], packed_width(length, double=self.double))
         lines = self.shard_of_lines(matrix).shard
-        codes: list[Box] = []
-        absmax: list[Box] = []
-        for box in lines.boxes:
-            lo, hi = box.lo[1 - dim], box.hi[1 - dim]
-            codes_of, absmax_of = bytes_of_blocks(length, box.lo[dim], box.hi[dim])
-            codes.append(Box((lo, codes_of.start), (hi, codes_of.stop)))
-            absmax.append(Box((lo, absmax_of.start), (hi, absmax_of.stop)))
+        rows = [(box.lo[1 - dim], box.hi[1 - dim]) for box in lines.boxes]
         if all(box.shape[dim] == length for box in lines.boxes):
-            whole = (Box((box.lo[0], 0), (box.hi[0], shape[1])) for box in codes)
-            return replace(matrix, shape=shape, shard=Shard(tuple(whole)))
-        return replace(matrix, shape=shape, shard=Shard((*codes, *absmax), 1))
+            whole = tuple(Box((lo, 0), (hi, shape[1])) for lo, hi in rows)
+            return replace(matrix, shape=shape, shard=Shard(whole))
+        of_boxes = (
+            bytes_of_blocks(length, box.lo[dim], box.hi[dim], double=self.double)
+            for box in lines.boxes
+        )
+        boxes = tuple(
+            Box((lo, part.start), (hi, part.stop))
+            for parts in zip(*of_boxes, strict=True)
+            for (lo, hi), part in zip(rows, parts, strict=True)
+        )
+        return replace(matrix, shape=shape, shard=Shard(boxes, 1))
 
 
 def dequantize_into(flat: Tensor, gathered: Tensor, group: QuantizedGroup) -> None:
     """Write the matrices of a group, end to end, from the bytes of all ranks."""
     views = group.layout.views(flat)
     for (name, matrix), lines in zip(views.items(), group.lines_of(gathered), strict=True):
-        unpack_into(matrix, lines, dim=group.dims[name])
+        unpack_into(matrix, lines, dim=group.dims[name], double=group.double)
