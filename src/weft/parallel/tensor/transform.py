@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -30,6 +31,11 @@ from weft.parallel.tensor.sharding_mode import Findings, WholeSequence
 from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
+
+_trace_lock = threading.Lock()
+"""Held during a trace: of two rank threads that traced at once one has ended in a segmentation fault,
+in torch's own search for the rule of an operation.
+"""
 
 
 def transform(
@@ -175,18 +181,19 @@ def _trace(
     def trace(
         params: Mapping[str, LocalParam], index: int, whole: Mapping[str, WholeSequence]
     ) -> Findings:
-        return trace_blocks(
-            chain.blocks,
-            modules,
-            params,
-            chain.batch,
-            degree=degree,
-            index=index,
-            sequence_parallel=plan.sequence_parallel,
-            records=records,
-            repeats=chain.repeats,
-            whole=whole,
-        )
+        with _trace_lock:
+            return trace_blocks(
+                chain.blocks,
+                modules,
+                params,
+                chain.batch,
+                degree=degree,
+                index=index,
+                sequence_parallel=plan.sequence_parallel,
+                records=records,
+                repeats=chain.repeats,
+                whole=whole,
+            )
 
     findings = trace(of_first, 0, {})
     if of_last == of_first:
