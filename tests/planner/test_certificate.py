@@ -62,6 +62,12 @@ def test_preference_pairs_with_dropout_have_no_finding() -> None:
     assert [finding.text for finding in certificate.findings] == []
 
 
+def test_a_mask_that_is_read_by_numbers_of_sequences_has_no_finding() -> None:
+    """transformers reads the rows of a padding mask of ones by their numbers: all of them are equal."""
+    certificate = certificate_of(("--model.name", "hf:bloom", "--mesh", "dp2"))
+    assert [finding.text for finding in certificate.findings] == []
+
+
 def test_rewards_that_are_added_exactly_have_no_finding() -> None:
     words = ("--loss", "dpo", "--dpo.loss_type", "kto", "--data.format", "unpaired")
     certificate = certificate_of((*words, "--mesh", "dp2 tp2 cp2", "--deterministic", "True"))
