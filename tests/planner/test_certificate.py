@@ -62,9 +62,12 @@ def test_preference_pairs_with_dropout_have_no_finding() -> None:
     assert [finding.text for finding in certificate.findings] == []
 
 
-def test_a_mask_that_is_read_by_numbers_of_sequences_has_no_finding() -> None:
-    """transformers reads the rows of a padding mask of ones by their numbers: all of them are equal."""
-    certificate = certificate_of(("--model.name", "hf:bloom", "--mesh", "dp2"))
+@pytest.mark.parametrize("name", ["hf:bloom", "hf:qwen3_next", "hf:kimi_linear"])
+def test_code_of_transformers_has_no_finding(name: str) -> None:
+    """Rows of a mask of ones that are read by their numbers; parts that are written into zeros, and into
+    a part of a dim.
+    """
+    certificate = certificate_of(("--model.name", name, "--mesh", "dp2"))
     assert [finding.text for finding in certificate.findings] == []
 
 
