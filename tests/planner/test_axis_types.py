@@ -195,6 +195,23 @@ def test_an_operation_without_a_rule_is_reported_and_its_results_are_untyped() -
     assert result(mode, out) == "untyped"
 
 
+def test_sharded_parts_that_are_written_into_zeros_shard_them() -> None:
+    """One chunk after the other, and a part of the last dim; along another dim they are another type."""
+    mode = TypeMode(("tp",))
+    part = typed(mode, "S0", 4, 6)
+    with mode:
+        whole = torch.zeros(4, 3, 6, device="meta")
+        whole[:, 0] = part
+        first = result(mode, whole)
+        whole[:, 1, :2] = part[:, :2]
+        assert first == result(mode, whole)
+        across = torch.zeros(4, 3, 6, device="meta")
+        across[:, 0] = part
+        across[0] = typed(mode, "S0", 3, 6)
+    assert first == "sharded in dim 0"
+    assert result(mode, across) != first
+
+
 VIEWS = [((0, 3), (3, 3), True), ((0, 3), (2, 3), False), ((10, 3), (0, 1), False)]
 
 

@@ -62,6 +62,15 @@ def test_preference_pairs_with_dropout_have_no_finding() -> None:
     assert [finding.text for finding in certificate.findings] == []
 
 
+@pytest.mark.parametrize("name", ["hf:bloom", "hf:qwen3_next", "hf:kimi_linear"])
+def test_code_of_transformers_has_no_finding(name: str) -> None:
+    """Rows of a mask of ones that are read by their numbers; parts that are written into zeros, and into
+    a part of a dim.
+    """
+    certificate = certificate_of(("--model.name", name, "--mesh", "dp2"))
+    assert [finding.text for finding in certificate.findings] == []
+
+
 def test_rewards_that_are_added_exactly_have_no_finding() -> None:
     words = ("--loss", "dpo", "--dpo.loss_type", "kto", "--data.format", "unpaired")
     certificate = certificate_of((*words, "--mesh", "dp2 tp2 cp2", "--deterministic", "True"))

@@ -10,6 +10,7 @@ from weft.parallel.tensor.dims import (
     Dims,
     ShardingError,
     is_sharded,
+    length,
     whole_dim,
     whole_dims,
     with_dim,
@@ -94,14 +95,25 @@ def _index_add(op: TypedOp) -> list[AxisType]:
 
 
 def _index(op: TypedOp) -> list[AxisType]:
-    """x[:, i, j]: entries at places of whole dims."""
-    source, *indices = op.operands
+    """x[:, i, j]: entries at places of whole dims; where all entries of a dim are equal, the places do not
+    matter.
+    """
+    source, *numbers = op.operands
     places = _indexed_places(op, source)
+    indices = [
+        _anywhere(index) if all(factor.repeated for factor in source[place]) else index
+        for place, index in zip(places, numbers, strict=True)
+    ]
     first = _first_chosen(places)
     num_chosen = max(map(len, indices))
     chosen = broadcast(op, indices, op.shape[first : first + num_chosen])
     kept = [dim for place, dim in enumerate(source) if place not in places]
     return [of_dims((*kept[:first], *chosen, *kept[first:]))]
+
+
+def _anywhere(index: Dims) -> Dims:
+    """The dims of places in a dim of equal entries."""
+    return tuple((DimFactor(length(dim), repeated=True),) for dim in index)
 
 
 def _index_put(op: TypedOp) -> list[AxisType]:

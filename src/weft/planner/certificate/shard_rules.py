@@ -197,7 +197,7 @@ _RULES: Mapping[ShardRule, tuple[str, ...]] = {
     like_first: ("copy",),
     _copy_into: ("copy_",),
     entrywise: (
-        "floor_divide", "masked_fill", "masked_fill_", "log_sigmoid_forward", "log_sigmoid_backward", "hardswish",
+        "floor_divide", "polar", "masked_fill", "masked_fill_", "log_sigmoid_forward", "log_sigmoid_backward", "hardswish",
         "hardswish_backward", "hardtanh_backward", "hardsigmoid_backward", "elu_backward", "leaky_relu_backward",
         "softplus_backward", "softshrink_backward", "threshold_backward", "_prelu_kernel", "_prelu_kernel_backward",
         "huber_loss_backward", "smooth_l1_loss_backward", "mse_loss_backward", "binary_cross_entropy_backward",

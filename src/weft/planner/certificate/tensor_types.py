@@ -145,6 +145,8 @@ class TensorTypes:
                 views[other] = _widened(types, other[1], old)
             elif _is_inside(key, other) and all(map(_may_be_in, types, old)):
                 views[other] = _widened(types, other[1], old)  # such as x[:, 0] = 1
+            elif _is_inside(key, other) and (placed := _placed(types, key, old, other)):
+                views[other] = placed  # such as x[:, 0] = y
         self.set(tensor, types)
 
     def pieces(self, tensor: Tensor) -> list[TypedPiece]:
@@ -211,6 +213,45 @@ def _widened(types: Types, shape: tuple[int, ...], old: Types) -> Types:
             found.append(of_dims(tuple(dims)))
         else:
             found.append(new)
+    return tuple(found)
+
+
+def _place_of(size: int, stride: int, outer: ViewKey) -> int | None:
+    """The dim of a view that steps over entries as a dim of a part of it does."""
+    alike = [
+        at
+        for at, (own, step) in enumerate(zip(outer[1], outer[2], strict=True))
+        if step == stride and own >= size
+    ]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _placed(types: Types, inner: ViewKey, old: Types, outer: ViewKey) -> Types | None:
+    """The types of a tensor, of zeros or sharded alike, into a part of whose dims sharded entries were
+    written; None where it is another one.
+    """
+    _, shape, strides = inner
+    found_places = [_place_of(*dim, outer) for dim in zip(shape, strides, strict=True)]
+    places = [at for at in found_places if at is not None]
+    if len(set(places)) < len(found_places):
+        return None
+    found: list[AxisType] = []
+    for new, before in zip(types, old, strict=True):
+        if _may_be_in(new, before):
+            found += _widened((new,), outer[1], (before,))
+            continue
+        shards = {place for place, dim in zip(places, new.dims, strict=False) if is_sharded(dim)}
+        placed = of_dims(
+            tuple((DimFactor(size, at in shards),) for at, size in enumerate(outer[1]))
+        )
+        is_whole_shard = all(
+            outer[1][at] == size for at, size in zip(places, shape, strict=True) if at in shards
+        )
+        if new.kind != "sharded" or before.kind not in ("zero", "sharded") or not is_whole_shard:
+            return None
+        if before.kind == "sharded" and before != placed:
+            return None
+        found.append(placed)
     return tuple(found)
 
 
