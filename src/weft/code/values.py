@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass
 from types import (
@@ -141,7 +142,10 @@ def _pickled(value: Any) -> HashedValue:
     """What pickle would write of an object, as values that are hashed like all others."""
     reducer = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = reducer(value) if reducer is not None else value.__reduce_ex__(4)
+        with warnings.catch_warnings():
+            # Iterators of itertools warn from Python 3.12 on that they will refuse in 3.14.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            reduced = reducer(value) if reducer is not None else value.__reduce_ex__(4)
         if isinstance(reduced, str):
             return HashedValue(f"{kind_of(value)} {reduced}")
         function, arguments, *rest = reduced
