@@ -6,8 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.exc import CppCompileError
 
 from tests.matrix.layouts import Case, subject_of
 from tests.one_device import PATIENCE_S, check_records, one_device, records_of
@@ -168,6 +171,30 @@ def test_a_block_that_drops_out_is_rejected_unless_the_choice_is_left_to_weft() 
     with pytest.raises(PlanError, match="layer0 drops out, which compiled blocks do not") as error:
         compiled_block("layer0", Scaled(), drops_out=True)
     assert error.value.faults[0].fix == "--compile off, or dropout 0"
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_kernel_that_has_errors_is_an_error_of_its_block(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the backward, too: torch compiles that when it runs, outside of all blocks."""
+
+    def no_kernel(graph: object, inputs: object) -> object:
+        raise CppCompileError(["g++", "kernel.cpp"], "kernel.cpp:7: error: no such type")
+
+    def kernel(graph: torch.fx.GraphModule, inputs: object) -> object:
+        return make_boxed_func(graph.forward)
+
+    compilers = {"fw_compiler": kernel, "bw_compiler": kernel}
+    compilers[f"{part[0]}w_compiler"] = no_kernel
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=aot_autograd(**compilers)))
+    block = compiled_block("layer3", Scaled(), drops_out=False)
+    batch = token_batch(*torch.zeros(2, 1, 1, dtype=torch.int64))
+    with pytest.raises(
+        PlanError, match=r"layer3 cannot be compiled: CppCompileError: C\+\+ compile error"
+    ):
+        block(torch.ones(2), batch)
 
 
 def test_a_block_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class CompiledBlock(nn.Module):
         if not torch.is_grad_enabled() or not _has_values(self.block):
             return self.block(x, batch)
         if self._compiled is not None:
-            return self._compiled(x, batch)
+            return self._named_errors(self._compiled, x, batch)
         first = next(self.block.parameters())
         attention.fix_for_compiler(self.block, first)
         _leave_out()
