@@ -67,6 +67,17 @@ CASES: dict[str, tuple[str, str, str]] = {
         "does not fit",
     ),
     "a row without a parameter": ("AXES = {", 'AXES = {"tail.*": (None,),', "matches no parameter"),
+    "a row that is no axes": (
+        "AXES = {",
+        'AXES = {"tail.*": None,',
+        "row 'tail.*' has no axes (got None",
+    ),
+    "a row of numbers": (
+        "AXES = {",
+        'AXES = {"tail.*": (0, 1),',
+        "row 'tail.*' has no axes (got (0, 1)",
+    ),
+    "a key that is no name": ("AXES = {", "AXES = {3: (None,),", "AXES: is no table"),
     "raises on import": ("AXES = {", "1 / 0\nAXES = {", "raises on import, line"),
     "a syntax error": ("AXES = {", "AXES = {{", "SyntaxError"),
     "an import that is missing": ("import torch\n", "import no_such_thing\n", "No module named"),

@@ -25,6 +25,7 @@ from weft.config.hf.mapping import HFMapping
 from weft.config.user_code import file_folder
 from weft.core.input_spec import InputSpec, spec_problem
 from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
+from weft.core.shard import Stacked
 from weft.errors import ConfigError, Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, example_of
@@ -98,10 +99,10 @@ class UserFamily:
         """
         if self.model.AXES is None:
             raise PlanError(no_axes(self.model.label, self.model.name))
-        rows = table_of(self.model.AXES, self.user_config(cfg))
+        rows = table_of("AXES", self.model.AXES, self.user_config(cfg))
         table: dict[str, tuple[Any, ...]] = {}
         for pattern, row in rows.items():
-            table[pattern] = _axes_of_row(row)
+            table[pattern] = _axes_of_row(pattern, row)
         ties = self._facts(cfg).ties
         for alias, owner in ties.items():
             owner_patterns = rows_of(owner, table)
@@ -116,7 +117,7 @@ class UserFamily:
     def init(self, cfg: Any) -> InitTable:
         """The user's table; without one the values that the constructors give."""
         if self.model.INIT is not None:
-            return table_of(self.model.INIT, self.user_config(cfg))
+            return table_of("INIT", self.model.INIT, self.user_config(cfg))
         facts = self._facts(cfg)
         values = ConstructedValues(self, cfg)
         return {name: ("own", values) for name in facts.shapes if name not in facts.ties}
@@ -251,9 +252,18 @@ class UserFamily:
         return self.Config.model_validate_json(text)
 
 
-def _axes_of_row(row: Any) -> tuple[Any, ...]:
-    """The axes of a row of a user's table, which may be a single name."""
-    axes = (row,) if isinstance(row, str) else row
+def _axes_of_row(pattern: str, row: Any) -> tuple[Any, ...]:
+    """The axes of a row of a user's table, which may be a single name.
+
+    Raises:
+        PlanError: it holds something else than axes.
+    """
+    axes = (row,) if isinstance(row, str | Stacked) else row
+    is_sequence = isinstance(axes, list | tuple)
+    if not is_sequence or not all(axis is None or isinstance(axis, str | Stacked) for axis in axes):
+        need = "for each dim None, the name of an axis, or Stacked"
+        fix = f'{{"{pattern}": (None, None)}} for a matrix that is not sharded'
+        raise PlanError(Fault("AXES", f"row {pattern!r} has no axes", repr(row), need, fix))
     return tuple(WHOLE if axis is None else axis for axis in axes)
 
 
@@ -319,7 +329,7 @@ def _facts_of(family: UserFamily, text: str) -> ModelFacts:
     cfg = family.section(text)
     model = family.model
     blocks = meta_blocks(family, cfg)
-    ties = table_of(model.TIES, family.user_config(cfg))
+    ties = table_of("TIES", model.TIES, family.user_config(cfg))
     return facts_of(blocks, ties, label=model.label)
 
 

@@ -36,7 +36,7 @@ from weft.config.user_code import (
 from weft.core.input_spec import InputSpec, spec_problem
 from weft.core.model_config import InitTable, InputKind
 from weft.core.shard import DimAxis
-from weft.errors import ConfigError, Fault
+from weft.errors import ConfigError, Fault, PlanError
 
 KEY = "model.name"
 INPUTS_FIX = 'INPUTS = {"pixels": weft.InputSpec((3, 32, 32), "uint8"), "targets": weft.InputSpec((), "int64", below=10)}'
@@ -266,9 +266,20 @@ def _field_faults(config: type, name: str) -> Iterator[Fault]:
             )
 
 
-def table_of(entry: Any, config: Any) -> dict[str, Any]:
-    """A table of a model, which may be a function of the user's config."""
-    table = entry
-    if callable(entry):
-        table = entry(config)
-    return dict(table or {})
+def table_of(name: str, entry: Any, config: Any) -> dict[str, Any]:
+    """A table of a model, which may be a function of the user's config.
+
+    Raises:
+        PlanError: it is no mapping with names of parameters, or patterns of them.
+    """
+    table = entry(config) if callable(entry) else entry
+    if table is None:
+        return {}
+    try:
+        rows = dict(table)
+    except (TypeError, ValueError):
+        rows = {None: None}
+    if not all(isinstance(key, str) for key in rows):
+        need = "a dict whose keys are names of parameters, or patterns of them"
+        raise PlanError(Fault(name, "is no table", got=repr(table), need=need))
+    return rows

@@ -152,13 +152,14 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     memory_column = 1 + NUM_FLAGS + comm.index(PP)
     maxima[memory_column].fill_(local.mem_bytes)
     sums = _sums_of_rank(comm, local, targets)
-    rewards = sums.new_empty(0) if local.rewards is None else local.rewards
-    combine = partial(_combine_rows, num_sums=len(sums) + len(rewards))
-    row = comm.combine_world(torch.cat((sums, rewards, maxima)), combine)
+    rewards = [] if local.rewards is None else [local.rewards]  # no launch where there are none
+    num_rewards = sum(map(len, rewards))
+    combine = partial(_combine_rows, num_sums=len(sums) + num_rewards)
+    row = comm.combine_world(torch.cat((sums, *rewards, maxima)), combine)
     means = _means(comm, row[: len(sums)], targets)
     derived = torch.stack((means.loss, means.targets, means.grad_norm))
     numbers = torch.cat((derived, row[len(sums) :]))
-    return PendingTotals(comm, numbers, means.own_grad_norm, num_rewards=len(rewards))
+    return PendingTotals(comm, numbers, means.own_grad_norm, num_rewards=num_rewards)
 
 
 def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:
