@@ -25,6 +25,10 @@ class Times:
         return min(self.seconds)
 
     @property
+    def mean_s(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
     def median_s(self) -> float:
         return sorted(self.seconds)[len(self.seconds) // 2]
 
