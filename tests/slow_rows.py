@@ -239,6 +239,12 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "orpo-tp2",
     ),
     "oracle/test_huggingface_generate.py::test_greedy_text_is_hugging_faces": ("llama3 tied-tp2",),
+    "oracle/test_scores.py::test_scores_are_trained_as_with_transformers": (
+        'classify---mesh "dp2 tp2"',
+        "classify---mesh cp2",
+        "reward---mesh dp2 --parallel.zero 3",
+        "reward---mesh pp2",
+    ),
     "oracle/test_trl.py::test_losses_are_those_of_trl": (
         "sft---mesh dp2",
         "sft_packed---mesh dp2",
@@ -249,17 +255,6 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "dpo_texts---mesh 'cp2 tp2'",
         "ipo---mesh dp2",
         "ipo---mesh 'cp2 tp2'",
-    ),
-    "parallel/test_quantized_transformers.py::test_tensor_parallelism_computes_what_one_device_does": (
-        "hf:phi3",
-    ),
-    "planner/test_certificate.py::test_code_of_transformers_has_no_finding": ("hf:kimi_linear",),
-    "train/test_rewards.py::test_rewards_do_not_depend_on_the_layout": ("orpo",),
-    "oracle/test_scores.py::test_scores_are_trained_as_with_transformers": (
-        'classify---mesh "dp2 tp2"',
-        "classify---mesh cp2",
-        "reward---mesh dp2 --parallel.zero 3",
-        "reward---mesh pp2",
     ),
     "parallel/test_attention_layouts.py::test_layout_trains_a_model_with_attention_features_as_one_device_does": (
         "llama3-ring-docs-l2-pp2_cp2-1f1b-m4",
@@ -321,6 +316,9 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "llama3-sp-ring-docs-l4-pp2_cp2_tp2-zbv2-m3",
         "gpt2-l4-pp2-zbv2-m5",
     ),
+    "parallel/test_quantized_transformers.py::test_tensor_parallelism_computes_what_one_device_does": (
+        "hf:phi3",
+    ),
     "parallel/test_sharding_trace.py::test_entries_are_right_under_recomputation": (
         "layer used twice-full",
         "parallel block-selective",
@@ -359,6 +357,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "shared_layer.py-dp2 tp2",
         "diffusion.py-dp2 tp2",
     ),
+    "planner/test_certificate.py::test_code_of_transformers_has_no_finding": ("hf:kimi_linear",),
     "planner/test_certificate.py::test_losses_of_pairs_have_no_finding": ("hinge", "simpo", "ipo"),
     "planner/test_certificate.py::test_what_has_no_type_is_the_only_finding": (
         "dp2-loss.proj: not typed: aten.index of a sharded dim (axis dp)",
@@ -533,6 +532,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "pp2-adamw 8bit",
         "tp2-adamw 8bit",
     ),
+    "train/test_rewards.py::test_rewards_do_not_depend_on_the_layout": ("orpo",),
     "user_models/test_deceiving.py::test_a_deceiving_model_is_stopped_by_name": (
         "segments of ids",
         "the length, in values",
