@@ -127,16 +127,16 @@ def _export_gguf(
         source.path, folder, dtype=None, sidecar_folders=sidecar_folders(source), merge=merge
     )
     model = in_own_terms(described)
+    size = model.config["vocab_size"]
     faults = list(model_faults(model.config))
     text = model.texts.get(FILE)
     if text is not None:
-        faults.extend(tokenizer_faults(text))
+        faults.extend(tokenizer_faults(text, size))
     elif source.run.data.tokenizer != BYTES:
         fix = f"put its {FILE} into the run's folder {SIDECAR_FOLDER}/"
         faults.append(Fault("tokenizer", f"{source.run.data.tokenizer} is not there", fix=fix))
     if faults:
         raise CheckpointError(*faults)
-    size = model.config["vocab_size"]
     if text is None:
         vocabulary = bytes_vocabulary(size)
     else:

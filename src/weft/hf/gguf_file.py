@@ -20,7 +20,7 @@ from weft.config.hf.read_config import config_faults, find_family, read_fields
 from weft.config.hf.write_config import config_json
 from weft.core.axes import Box
 from weft.errors import CheckpointError
-from weft.hf.check_logits import Gguf, LogitsComparison, compare_logits
+from weft.hf.check_logits import NOT_COMPARED, Gguf, LogitsComparison, compare_logits
 from weft.hf.export_hf import ExportedModel
 from weft.hf.gguf_model import (
     ARCHITECTURES,
@@ -67,8 +67,10 @@ def export_gguf(
     """
     dtype = dtype or main_dtype(model.typed)
     num_bytes = write_gguf(model, folder, vocabulary=vocabulary, dtype=dtype)
-    comparison = LogitsComparison(reason=f"{dtype} rounds the values")
-    if compares and dtype != Q8:
+    comparison = NOT_COMPARED
+    if compares and dtype == Q8:
+        comparison = LogitsComparison(reason=f"{Q8} rounds the values")
+    elif compares:
         dtypes = dict(model.dtypes)
         by_name = {each.tensor.name: each.tensor for each in model.typed}
         for tensor in _tensors(model):
@@ -82,6 +84,8 @@ def export_gguf(
     length = context_length(model.config)
     if length < model.config.get("max_position_embeddings", 0):
         lines.append(f"context of {length:,} positions, the window: llama.cpp has none here")
+    if vocabulary.note:
+        lines.append(vocabulary.note)
     return TransferResult((*lines, str(comparison)), is_equal=comparison.is_equal)
 
 

@@ -21,7 +21,7 @@ from weft.errors import CheckpointError, Fault
 PACKAGE = "gguf"
 CONVERTER = "export without --format, and convert the folder with llama.cpp's own program"
 KEY = "format"
-NORMS_IN_PAIRS = frozenset(("llama", "mistral"))
+ROTATED_IN_PAIRS = frozenset(("llama", "mistral"))
 """Types whose q and k llama.cpp rotates in neighbouring pairs of rows, and not in two halves."""
 ARCHITECTURES: Mapping[str, str] = {
     "gpt2": "gpt2",
@@ -36,15 +36,14 @@ STORED_BY_INPUT = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 """GPT-2's linears, [in, out]; GGUF has [out, in]."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
     "linear": frozenset(("factor",)),
-    "yarn": frozenset(("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")),
+    "yarn": frozenset(("factor", "original_max_position_embeddings")),
     "llama3": frozenset(
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     ),
 }
-"""Type of a rope scaling -> its keys that GGUF has."""
-YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
-"""What llama.cpp computes with."""
+"""Type of a rope scaling -> its keys that GGUF has; llama3 for the architecture llama alone."""
 
 
 def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -63,18 +62,35 @@ def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     if not config.get("norm_topk_prob", True):
         what = "llama.cpp divides the weights of the chosen experts by their sum"
         yield Fault("model.norm_topk_prob", what, got="False", need="True", fix=CONVERTER)
+    yield from _rope_faults(config)
+
+
+def _rope_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """A scaling of the rotation that llama.cpp does not compute, or with other constants."""
     scaling = config.get("rope_scaling") or {}
     name = scaling.get("rope_type", "default")
-    if name != "default":
-        known = ROPE_KEYS.get(name, frozenset()) | {"rope_type"}
-        others = [key for key in scaling if key not in known and scaling[key] is not None]
-        others += [key for key, beta in YARN_BETAS.items() if scaling.get(key, beta) != beta]
-        if name not in ROPE_KEYS or others:
-            got = ", ".join([name, *others])
-            need = f"one of {', '.join(ROPE_KEYS)}"
-            yield Fault(
-                "model.rope_scaling", "llama.cpp has no such", got=got, need=need, fix=CONVERTER
-            )
+    is_known = name in ROPE_KEYS
+    if name == "llama3":
+        is_known = ARCHITECTURES[config["model_type"]] == "llama"
+    constants: dict[str, Any] = {}
+    if name == "yarn":
+        gain = 0.1 * math.log(scaling["factor"]) + 1.0
+        constants = {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": True,
+            "attention_factor": gain,
+        }
+    others = [
+        f"{key} {value}"
+        for key, value in scaling.items()
+        if key != "rope_type" and key not in ROPE_KEYS.get(name, ()) and value is not None
+        if key not in constants or not math.isclose(value, constants[key])
+    ]
+    if others or not is_known:
+        need = "linear, yarn with its usual constants, or llama3 for LLaMA and Mistral"
+        got = ", ".join([name, *others])
+        yield Fault("model.rope_scaling", "llama.cpp has no such", got, need, CONVERTER)
 
 
 def context_length(config: Mapping[str, Any]) -> int:
@@ -196,7 +212,7 @@ def tensors_of(
         if EXPERT.search(parts[0]):
             shape = (len(parts), *shape)
         projection = re.search(r"\.([qk])_proj\.", parts[0])
-        is_paired = kind in NORMS_IN_PAIRS and projection is not None
+        is_paired = kind in ROTATED_IN_PAIRS and projection is not None
         found.append(
             GGUFTensor(
                 stacked,

@@ -22,6 +22,8 @@ SPLIT = (
 SPLITTERS: Mapping[str, str] = {SPLIT % "{1,3}": "llama-bpe", SPLIT % "": "qwen2"}
 """Pattern of a Split -> llama.cpp's name of it."""
 GPT2 = "gpt-2"
+WITHOUT_MERGES = frozenset(("llama-bpe",))
+"""Splitters for which llama.cpp takes a word that is a token without looking at merges."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of tokens in the file: of the vocabulary, special, added, and none."""
 NO_TEXT_BYTE = 0xFF
@@ -40,6 +42,7 @@ class Vocabulary:
         begin: id that starts a text; None: nothing does.
         end: id that ends one.
         adds_begin: whether it is added to each text.
+        note: what llama.cpp does not do, for the user.
     """
 
     splitter: str
@@ -49,6 +52,7 @@ class Vocabulary:
     begin: int | None
     end: int | None
     adds_begin: bool
+    note: str = ""
 
 
 def byte_characters() -> tuple[str, ...]:
@@ -61,24 +65,45 @@ def byte_characters() -> tuple[str, ...]:
     return tuple(chr(byte if byte in shown else next(others)) for byte in range(256))
 
 
+def _no_merge() -> str:
+    """A merge of two bytes that no UTF-8 has, as a file needs one."""
+    characters = byte_characters()
+    return f"{characters[0xC0]} {characters[0xC1]}"
+
+
 def bytes_vocabulary(size: int) -> Vocabulary:
     """Of a model that reads bytes; `size`: rows of its embedding."""
-    characters = byte_characters()
-    merge = f"{characters[0xC0]} {characters[0xC1]}"  # a file needs one; no UTF-8 has these bytes
-    tokens = (*characters, *_unused(256, size))
+    tokens = (*byte_characters(), *_unused(256, size))
     kinds = (NORMAL,) * 256 + (UNUSED,) * (size - 256)
-    return Vocabulary(GPT2, tokens, kinds, (merge,), NO_TEXT_BYTE, NO_TEXT_BYTE, adds_begin=False)
+    return Vocabulary(
+        GPT2, tokens, kinds, (_no_merge(),), NO_TEXT_BYTE, NO_TEXT_BYTE, adds_begin=False
+    )
 
 
-def tokenizer_faults(text: str) -> Iterator[Fault]:
-    """Why llama.cpp would split text into other tokens than this tokenizer.json, if it would."""
+def tokenizer_faults(text: str, size: int) -> Iterator[Fault]:
+    """Why llama.cpp would split text into other tokens than this tokenizer.json, if it would.
+
+    Args:
+        size: rows of the model's embedding.
+    """
     content = json.loads(text)
     model = content["model"]
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or not _splitter(content):
+    splitter = _splitter(content)
+    others = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    if model.get("type", "BPE") != "BPE" or not splitter or any(map(model.get, others)):
         what = "GGUF has no name for its way of splitting text"
         got = f"{model.get('type')}, {_kind(content.get('pre_tokenizer'))}"
         need = "byte-level BPE that splits as GPT-2, Llama 3 or Qwen 2 do"
         yield Fault(KEY, what, got=got, need=need, fix=CONVERTER)
+        return
+    ignores = bool(model.get("ignore_merges"))
+    if ignores != (splitter in WITHOUT_MERGES):
+        what = f"llama.cpp has another ignore_merges for {splitter}"
+        yield Fault(KEY, what, str(ignores), str(not ignores), CONVERTER)
+    ids = (*model["vocab"].values(), *(each["id"] for each in content.get("added_tokens", ())))
+    if max(ids, default=0) >= size:
+        what = "has ids that the model has no embedding of"
+        yield Fault(KEY, what, got=str(max(ids)), need=f"below {size}", fix=CONVERTER)
     normalizer = _kind(content.get("normalizer"))
     if normalizer not in ("none", "NFC"):
         yield Fault(KEY, "llama.cpp has no normalizer", got=normalizer, need="none", fix=CONVERTER)
@@ -107,17 +132,18 @@ def vocabulary_of(text: str, size: int, *, end: int | None) -> Vocabulary:
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     framed = tokenizer.encode("a", add_special_tokens=True).ids
     begin = framed[0] if framed[0] != plain[0] else None
-    if not merges:  # a file needs one; no UTF-8 has these bytes
-        characters = byte_characters()
-        merges.append(f"{characters[0xC0]} {characters[0xC1]}")
+    splitter = _splitter(content)
+    assert splitter is not None, "it has no faults"
+    is_normalized = _kind(content.get("normalizer")) != "none"
     return Vocabulary(
-        _splitter(content) or GPT2,
+        splitter,
         tuple(tokens),
         tuple(kinds),
-        tuple(merges),
+        tuple(merges) or (_no_merge(),),
         begin,
         end,
         adds_begin=begin is not None,
+        note="llama.cpp does not normalize text (NFC)" if is_normalized else "",
     )
 
 

@@ -146,9 +146,7 @@ class QuantizedGroup(ParamGroup):
         start, stop = self._own_lines(matrix.name)
         boxes: list[Box] = []
         first = 0
-        for (
-            box
-        ) in matrix.shard.boxes:  # several lie one after the other, in the lines or beside them
+        for box in matrix.shard.boxes:  # several lie one after the other, in lines or beside them
             lo, num_lines = box.lo[line_dim], box.shape[line_dim]
             own_lo = lo + min(max(start - first, 0), num_lines)
             own_hi = lo + min(max(stop - first, 0), num_lines)
