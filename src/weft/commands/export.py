@@ -65,7 +65,7 @@ def export(words: Sequence[str]) -> int:
         return show_help(ExportOptions(), f"weft export {USAGE}", LINE)
     options, places = read_options(words, ExportOptions)
     _check_places(places)
-    faults = tuple(_format_faults(options, places[1]))
+    faults = tuple(_format_faults(options, places))
     if faults:
         raise CheckpointError(*faults)
     source = find_exportable(places[0])
@@ -144,11 +144,13 @@ def _export_gguf(
     return export_gguf(model, folder, vocabulary=vocabulary, dtype=dtype, compares=options.compare)
 
 
-def _format_faults(options: ExportOptions, place: str) -> Iterator[Fault]:
+def _format_faults(options: ExportOptions, places: Sequence[str]) -> Iterator[Fault]:
     """Options that the other format has not."""
     is_gguf = options.format == "gguf"
+    run, place = places
     if place.endswith(".gguf"):
-        fix = f"{shlex.quote(place.removesuffix('.gguf') or 'exported')} --format gguf"
+        folder = place.removesuffix(".gguf") or "exported"
+        fix = f"weft export {shlex.quote(run)} {shlex.quote(folder)} --format gguf"
         yield Fault("weft export", "writes model.gguf into a folder", place, "a folder", fix)
     fix = "export without --adapters, which merges them, or without --format"
     if is_gguf and options.adapters:
