@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,8 @@ def test_a_window_is_the_context_of_the_file() -> None:
     [
         (
             ("--format", "gguf", "x.gguf"),
-            "error: weft export: writes model.gguf into a folder (got x.gguf; need a folder). Fix: weft export RUN x --format gguf\n",
+            "error: weft export: writes model.gguf into a folder (got x.gguf; need a folder)."
+            " Fix: weft export RUN x --format gguf\n",
         ),
         (
             ("--format", "gguf", "--adapters", "True"),
@@ -363,3 +365,13 @@ def test_transformers_own_code_of_an_architecture_of_weft_is_written(
     found = fields(tmp_path / "out" / "model.gguf")
     assert found["general.architecture"] == "qwen3"
     assert found["qwen3.rope.freq_base"] == 1e6
+
+
+def test_the_fix_of_a_file_name_is_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(CONFIGS["llama3"].model_copy(update={"vocab": 256}), tmp_path)
+    assert main(["export", run, str(tmp_path / "my.gguf")]) == 2
+    fix = capsys.readouterr().err.partition("Fix: weft ")[2]
+    assert main([*shlex.split(fix), "--compare", "False"]) == 0
+    assert (tmp_path / "my" / "model.gguf").is_file()

@@ -70,6 +70,7 @@ INIT = "commands/test_init.py::test_the_commands_of_a_file_run"
 PAGES = "docs/test_commands.py::test_commands_of_a_page_run_in_order"
 DASH = "commands/test_dash.py::test_ctrl_c_ends_streams_at_once_with_code_0"
 RUN_ELSEWHERE = {
+    "weft export {} {} --format gguf": "hf/test_gguf.py::test_the_fix_of_a_file_name_is_a_command",
     "weft dash FOLDER, or start a run: weft train --steps 20": DASH,  # it serves until Ctrl-C
     "# A flag overrides a key of this file: weft train {} --optim.lr 1e-3": INIT,
     "  weft explain {}": INIT,
