@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from weft.config.hf import read_config
-from weft.config.hf.read_config import DescribedModel, config_faults, describe_folder, find_family
+from weft.config.hf.read_config import (
+    DescribedModel,
+    config_faults,
+    describe_folder,
+    find_family,
+    uncomputed_settings,
+)
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.load import try_load
 from weft.config.toml import dump
@@ -229,6 +235,52 @@ REFUSED = {
     "a size that is missing": (LLAMA, {"hidden_size": None}, "has no hidden_size"),
     "a size that is a word": (LLAMA, {"hidden_size": "64"}, "hidden_size is no number"),
 }
+
+LONGROPE = {
+    "type": "longrope",
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+    "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+OTHER_CODE = {
+    "longrope": ({**LLAMA, "model_type": "llama"}, {"rope_scaling": LONGROPE}, "'longrope'"),
+    "biases": ({**LLAMA, "model_type": "llama"}, {"attention_bias": True}, "attention_bias"),
+    "gelu": ({**LLAMA, "model_type": "llama"}, {"hidden_act": "gelu"}, "hidden_act"),
+    "wider heads": ({**LLAMA, "model_type": "llama"}, {"head_dim": 32}, "head_dim"),
+    "layers without experts": (
+        {**QWEN3_MOE, "model_type": "qwen3_moe"},
+        {"mlp_only_layers": [0]},
+        "mlp_only_layers",
+    ),
+    "capped logits": (
+        {**GEMMA3, "model_type": "gemma3_text"},
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping",
+    ),
+    "scores by layer": (
+        {**GPT2, "model_type": "gpt2"},
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx",
+    ),
+}
+IGNORED_BY_TRANSFORMERS = {
+    "a window of Llama": ({**LLAMA, "model_type": "llama"}, {"sliding_window": 8}),
+    "softmax scores": ({**DEEPSEEK, "model_type": "deepseek_v3"}, {"scoring_func": "softmax"}),
+    "a part of a head": ({**LLAMA, "model_type": "llama"}, {"partial_rotary_factor": 0.5}),
+    "an unknown type of rope": (
+        {**LLAMA, "model_type": "llama"},
+        {"rope_scaling": {"type": "bend"}},
+    ),
+    "a biased model with a damaged size": (
+        {**LLAMA, "model_type": "llama"},
+        {"attention_bias": True, "hidden_size": "wide"},
+    ),
+    "quantized weights": (
+        {**LLAMA, "model_type": "llama"},
+        {"attention_bias": True, "quantization_config": {"quant_method": "fp8"}},
+    ),
+}
+"""Which transformers' own code does not compute either."""
 
 
 def folder_with(path: Path, config: dict[str, Any]) -> Path:
@@ -521,14 +573,38 @@ def test_keys_that_weft_computes_differently_are_rejected_by_name(tmp_path: Path
     described(folder_with(tmp_path, base))
 
 
-def test_what_a_family_does_not_compute_is_trained_by_transformers_own_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OTHER_CODE)
+def test_what_a_family_does_not_compute_is_trained_by_transformers_own_code(
+    tmp_path: Path, name: str
+) -> None:
     pytest.importorskip("transformers")
-    config = {**LLAMA, "model_type": "llama", "attention_bias": True, "hidden_size": "wide"}
-    with pytest.raises(CheckpointError) as caught:
-        described(folder_with(tmp_path, config))
-    fixes = {fault.what.partition(":")[0].split()[0]: fault.fix for fault in caught.value.faults}
-    assert fixes["attention_bias"] == "--model.name hf:llama trains it with transformers' own code"
-    assert fixes["hidden_size"] == "download the file again"
+    base, change, setting = OTHER_CODE[name]
+    config = {**base, **change}
+    found = described(folder_with(tmp_path, config))
+    assert found.family == f"hf:{base['model_type']}"
+    (said,) = uncomputed_settings(config, FAMILIES)
+    assert setting in said
+
+
+@pytest.mark.parametrize("name", OTHER_CODE)
+def test_without_transformers_the_setting_is_rejected_with_the_package(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, change, setting = OTHER_CODE[name]
+    monkeypatch.setattr(read_config, "architectures", dict)
+    with pytest.raises(CheckpointError, match=re.escape(setting)) as caught:
+        described(folder_with(tmp_path, {**base, **change}))
+    (fault,) = caught.value.faults
+    assert fault.fix == "pip install 'weft-train[hf]', whose own code may train it"
+
+
+@pytest.mark.parametrize("name", IGNORED_BY_TRANSFORMERS)
+def test_what_transformers_ignores_is_rejected(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    base, change = IGNORED_BY_TRANSFORMERS[name]
+    assert described(folder_with(tmp_path, base))
+    with pytest.raises(CheckpointError):
+        described(folder_with(tmp_path, {**base, **change}))
 
 
 def test_a_key_of_the_wrong_kind_is_reported_with_all_others(tmp_path: Path):

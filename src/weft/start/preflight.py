@@ -12,8 +12,9 @@ from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.fp8 import fp8_notes
 from weft.config.hf.architectures import PREFIX
-from weft.config.hf.read_config import CONFIG
+from weft.config.hf.read_config import CONFIG, uncomputed_settings
 from weft.config.hf.safetensors_files import read_json
+from weft.config.hf.text_part import text_config_of
 from weft.config.optimizers import is_user_class
 from weft.config.rules.config_checks import config_checks
 from weft.config.rules.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
@@ -23,6 +24,7 @@ from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import LaunchError, counted
+from weft.models import FAMILIES
 from weft.run.agent import restart_number
 from weft.run.world import detect
 from weft.start import environment, remote_folder
@@ -146,6 +148,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
     if starts_new(run.resume, run.out):
         found.extend(_random_base_notes(run.model, run.lora))
         found.extend(_dropout_notes(run.model))
+        found.extend(_code_notes(run.model))
         defaults = defaults_note(
             run.model, run.optim, seq_len=run.data.seq_len, lora_rank=run.lora.rank
         )
@@ -192,6 +195,15 @@ def _dropout_notes(model: ModelSection) -> Iterator[str]:
     if "dropout" in sizes:
         fix = f"--model.dropout {named[0].split()[-1]} trains with it"
     yield f"{CONFIG} names {', '.join(named)}; nothing is dropped here: {fix}"
+
+
+def _code_notes(model: ModelSection) -> Iterator[str]:
+    """Settings of a folder for which transformers' own code trains a family that weft has."""
+    if model.from_hf is None or not model.name.startswith(PREFIX):
+        return
+    config = text_config_of(read_json(Path(model.from_hf) / CONFIG))
+    for setting in uncomputed_settings(config, FAMILIES):
+        yield f"{CONFIG}: {setting}: transformers' own code trains it, as {model.name}"
 
 
 def _random_base_notes(model: ModelSection, lora: LoraConfig) -> Iterator[str]:

@@ -114,6 +114,20 @@ class WholeConfig(Protocol):
     def write(self, cfg: Any) -> dict[str, Any]:
         """Keys of config.json."""
 
+    def has_key(self, name: str) -> bool:
+        """Whether transformers' config declares a key: it ignores all others."""
+
+
+@dataclass(frozen=True)
+class UncomputedSetting(Fault):
+    """A setting of config.json that a family of weft's does not compute, and transformers' own code may.
+
+    Attributes:
+        setting: the key that transformers reads it from.
+    """
+
+    setting: str = field(default="", kw_only=True)
+
 
 def no_faults(cfg: ModelConfig) -> Iterable[Fault]:
     """Default of `ConfigMapping.unwritable`: every config can be written."""

@@ -20,6 +20,7 @@ from weft.config.hf.mapping import (
     HFMapping,
     Json,
     Key,
+    UncomputedSetting,
 )
 from weft.config.hf.safetensors_files import list_tensors, read_json
 from weft.config.hf.text_part import text_config_of
@@ -67,7 +68,10 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
     family, mapping = find_family(config, families, key=str(path))
     faults = tuple(config_faults(config, mapping.config, key=str(path)))
     if faults:
-        raise CheckpointError(*_with_other_code(faults, config))
+        other = _other_code(config, families)
+        if other is None or not _computes(other[1], faults, config):
+            raise CheckpointError(*_with_package(faults))
+        family, mapping = other
     return DescribedModel(
         family=family.Config.family,
         fields={**read_fields(config, mapping.config), **_labels(config, mapping)},
@@ -83,17 +87,40 @@ def _labels(config: Json, mapping: HFMapping) -> Flat:
     return {"labels": len(names) if names else config.get("num_labels", 2)}
 
 
-def _with_other_code(faults: Iterable[Fault], config: Json) -> Iterator[Fault]:
-    """Faults of settings that weft's family does not compute, with the family that does: that of
-    transformers' own code.
-    """
+def uncomputed_settings(config: Json, families: Families) -> tuple[str, ...]:
+    """Settings of a config.json that the family of its architecture does not compute, in words."""
+    _, mapping = find_family(config, families, key=CONFIG)
+    faults = config_faults(config, mapping.config, key=CONFIG)
+    return tuple(f"{fault.what} (got {fault.got}; need {fault.need})" for fault in faults)
+
+
+def _other_code(config: Json, families: Families) -> tuple[ConfigFamily, HFMapping] | None:
+    """The family of transformers' own code for a config.json; None where it has none."""
     model_type = config.get("model_type")
     own = architectures().get(str(model_type))
-    is_decoder = own is not None and _architecture(config) in (None, own)
-    has_code = is_decoder and not config.get("quantization_config")
-    fix = f"--model.name {PREFIX}{model_type} trains it with transformers' own code"
+    if own is None or _architecture(config) not in (None, own):
+        return None
+    family = families[f"{PREFIX}{model_type}"]
+    assert family.hf is not None, "all of transformers' decoders have a format"
+    return family, family.hf
+
+
+def _computes(other: HFMapping, faults: Iterable[Fault], config: Json) -> bool:
+    """Whether transformers' own code computes all that weft's family of this config does not."""
+    whole = other.config.whole
+    return (
+        whole is not None
+        and all(isinstance(f, UncomputedSetting) and whole.has_key(f.setting) for f in faults)
+        and not any(whole.faults(config, key=CONFIG))
+    )
+
+
+def _with_package(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Faults, with the package whose code may compute those settings where it is not installed."""
+    fix = "" if architectures() else "pip install 'weft-train[hf]', whose own code may train it"
     for fault in faults:
-        yield replace(fault, fix=fix) if has_code and not fault.fix else fault
+        is_setting = isinstance(fault, UncomputedSetting)
+        yield replace(fault, fix=fix) if is_setting and not fault.fix else fault
 
 
 def hf_mappings(families: Families) -> dict[str, HFMapping]:
@@ -118,11 +145,9 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
             is_match = architecture in (mapping.architecture, mapping.scored_architecture)
         if is_match:
             return families[name], mapping
-    own = architectures().get(str(model_type))
-    if own is not None and architecture in (None, own):
-        family = families[f"{PREFIX}{model_type}"]
-        assert family.hf is not None, "all of transformers' decoders have a format"
-        return family, family.hf
+    other = _other_code(config, families)
+    if other is not None:
+        return other
     got = repr(architecture or model_type)
     known = sorted(mapping.architecture for mapping in mappings.values())
     fix = "name the folder of a supported model (docs/huggingface.md)"
@@ -149,7 +174,10 @@ def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator
     fixed = (*mapping.fixed, *FIXED_EVERYWHERE)
     for row in mapping.keys:
         yield from _key_faults(row, config, key=key)
-    for rule in fixed:
+    for rule in mapping.fixed:
+        for fault in _fixed_faults(rule, config, key=key):
+            yield UncomputedSetting(key, fault.what, fault.got, fault.need, setting=rule.hf_key)
+    for rule in FIXED_EVERYWHERE:
         yield from _fixed_faults(rule, config, key=key)
     if mapping.rope:
         yield from mapping.rope.faults(config, key=key)

@@ -9,7 +9,7 @@
     yarn       DeepSeek's rope_scaling_*,  _compute_yarn_parameters; yarn_apply_mscale of DeepSeek-V3 for the scores
                rope_scaling of others
 
-All other types (longrope, proportional) are rejected.
+All other types (longrope, proportional) are trained by transformers' own code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from weft.config.hf.mapping import Json
+from weft.config.hf.mapping import Json, UncomputedSetting
 from weft.config.keys import Flat
 from weft.core.model_config import ModelConfig
 from weft.core.rope_scaling import Kind, RopeScaling
@@ -34,6 +34,7 @@ PARTIAL = "partial_rotary_factor"
 LLAMA3_DEFAULTS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 MSCALES = ("mscale", "mscale_all_dim")
+TYPES_OF_TRANSFORMERS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 _KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -88,13 +89,12 @@ class ScaledRope:
         found = rope_parameters(config)
         kind = found.pop("rope_type")
         if kind not in self.types:
-            need = " or ".join(self.types)
-            yield Fault(
-                key,
-                "this type of rope scaling is not supported for this family",
-                got=repr(kind),
-                need=need,
-            )
+            what = "this type of rope scaling is not supported for this family"
+            got, need = repr(kind), " or ".join(self.types)
+            if kind in TYPES_OF_TRANSFORMERS:
+                yield UncomputedSetting(key, what, got, need, setting="rope_parameters")
+            else:
+                yield Fault(key, what, got, need)
             return
         faults: list[Fault] = []
         for name, value in found.items():
@@ -248,18 +248,20 @@ def _yarn_faults(
 ) -> Iterator[Fault]:
     factor = found.get("attention_factor")
     if factor is not None and is_own:
-        yield Fault(
+        yield UncomputedSetting(
             key,
             "rope: attention_factor: weft computes it from mscale",
             got=repr(factor),
             need="no such key",
+            setting="rope_parameters",
         )
     if found.get("truncate") is False and is_own:
-        yield Fault(
+        yield UncomputedSetting(
             key,
             "rope: truncate: weft rounds YaRN's ramp to whole features",
             got="False",
             need="True, or no such key",
+            setting="rope_parameters",
         )
     if not (found.get("factor") or config.get(LONGEST)):
         yield Fault(key, "rope: yarn without factor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ class FolderConfig:
         except Exception as error:
             what = f"transformers rejects it: {type_and_message(error)}"
             raise PlanError(Fault(CONFIG, what)) from error
+
+    def has_key(self, name: str) -> bool:
+        """Whether transformers' config of this architecture declares a key."""
+        return name in {field.name for field in dataclasses.fields(default_config(self.model_type))}
 
     def fields(self, config: Json) -> Flat:
         """Sizes, and all other keys as JSON."""
