@@ -205,9 +205,9 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "error: model.from_hf: {hf}/config.json: unknown architecture (got 'BertModel'; need one of Deepseek",
     ),
     "unsupported field": (
-        changed(mlp_bias=True),
+        changed(sliding_window=8),
         FROM_HF,
-        "error: model.from_hf: {hf}/config.json: mlp_bias: not what weft",
+        "error: model.from_hf: {hf}/config.json: sliding_window: not what weft",
     ),
     "missing shard": (sharded, FROM_HF, "missing shard"),
     "tensor missing": (
@@ -332,7 +332,7 @@ def test_nothing_is_imported_or_exported_over_something(
 
 
 def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
-    edit_config(fresh / "hf", mlp_bias=True)
+    edit_config(fresh / "hf", logit_softcap=8)
     code = (
         "import sys; from weft.cli import main; "
         f"a = main(['import', {str(fresh / 'hf')!r}, '--out', 'x']); "

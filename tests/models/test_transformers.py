@@ -214,7 +214,7 @@ def test_buffers_of_folders_are_parameters_that_are_not_trained() -> None:
     name = bias.replace("model.layers.1.", "layer1.layer.")
     params = named_parameters(family.blocks(config))
     assert [one for one, param in params.items() if not param.requires_grad] == [name]
-    (rule,) = (one for one in family.hf.weights.own(config) if one.param == name)
+    (rule,) = (one for one in family.hf.weights.expand(config) if one.param == name)
     assert (rule.tensor, rule.keep_float32) == (bias, True)
 
 

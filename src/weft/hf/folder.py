@@ -150,7 +150,7 @@ class HfFolder:
     def _assemble(self, source: ParamSource, box: Box) -> Tensor:
         """A box of a parameter, copied from its tensors."""
         copies = list(source.copies(box))
-        if not source.is_stacked:
+        if source.is_whole:
             view = self._view(copies[0])
             return view.clone(memory_format=torch.contiguous_format)
         dtype = self._dtype(source)

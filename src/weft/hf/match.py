@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from weft.config.hf.read_config import hf_mappings
 from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some, list_tensors
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
-from weft.hf.placement import ParamSource, param_source
+from weft.hf.placement import ParamSource, Placement, placements
 from weft.models import FAMILIES
 
 MIN_COUNTED = 512
@@ -130,7 +131,8 @@ class _Matching:
 
     def find_sources(self, rules: Iterable[WeightRule]) -> dict[str, ParamSource]:
         """Sources of the parameters of these rules, without those at fault."""
-        found: dict[str, ParamSource] = {}
+        found: dict[str, list[Placement]] = {}
+        first: dict[str, WeightRule] = {}
         missing: dict[str, None] = {}
         for rule in rules:
             tensors = self._tensor_names(rule)
@@ -141,12 +143,14 @@ class _Matching:
             entries = [self.entries[tensor] for tensor in tensors]
             fault = _misfit(rule, entries, tensors)
             if fault is None:
-                found[rule.param] = param_source(rule, tensors, entries[0].shape)
+                first.setdefault(rule.param, rule)
+                parts = placements(rule, rule.param, tensors, entries[0].shape)
+                found.setdefault(rule.param, []).extend(parts)
             else:
                 self.faults.append(fault)
         if missing:
             self.faults.append(_missing_fault(missing, self.folder))
-        return found
+        return {param: ParamSource(first[param], tuple(parts)) for param, parts in found.items()}
 
     def check_all_used(self, sources: Iterable[ParamSource], ignored: Iterable[str]) -> None:
         """Add a fault for tensors that no parameter uses."""
@@ -195,16 +199,16 @@ def add_prefix(
 def _select_rules(
     mapping: WeightMapping, cfg: Any, entries: Mapping[str, TensorEntry]
 ) -> list[WeightRule]:
-    """One rule a parameter: the packed one where its tensor is in the files, else the published
-    one.
+    """The rules of each parameter: the packed one where its tensor is in the files, else the
+    published ones.
     """
-    rules = {rule.param: rule for rule in mapping.expand(cfg)}
-    indices = mapping.index_sets(cfg)
-    for packed in mapping.packed:
-        for rule in packed.expand(indices):
-            if rule.tensor in entries:
-                rules[rule.param] = rule
-    return list(rules.values())
+    rules: dict[str, list[WeightRule]] = {}
+    for rule in mapping.expand(cfg):
+        rules.setdefault(rule.param, []).append(rule)
+    for rule in mapping.expand_packed(cfg):
+        if rule.tensor in entries:
+            rules[rule.param] = [rule]
+    return [rule for each in rules.values() for rule in each]
 
 
 def _missing_fault(missing: Collection[str], folder: str) -> Fault:
@@ -236,6 +240,9 @@ def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]
     got = str(list(first.shape))
     if rule.transposed and len(first.shape) != 2:
         return Fault(where, f"{names[0]} is no matrix", got=got)
+    if rule.part is not None and rule.part.tensor_shape != first.shape:
+        need = str(list(rule.part.tensor_shape))
+        return Fault(where, f"{names[0]}: config.json makes another shape of it", got, need)
     if rule.slice is not None and not _divides(first.shape, rule.slice):
         return Fault(where, f"{names[0]} does not divide by {rule.slice.count}", got=got)
     return None
@@ -250,18 +257,14 @@ def _divides(shape: tuple[int, ...], part: Slice) -> bool:
 
 
 def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault]:
-    """Each tensor is used whole: by one parameter, or by as many as it has slices."""
-    users: dict[str, list[WeightRule]] = {}
+    """Each entry of a tensor is used once: by one parameter, or by those that share it."""
+    users: dict[str, list[Placement]] = {}
     for source in sources:
-        for tensor in source.tensors:
-            users.setdefault(tensor, []).append(source.rule)
-    for tensor, rules in users.items():
-        whole = Slice(0, 1, dim=0)
-        slices = [rule.slice or whole for rule in rules]
-        count = slices[0].count
-        indices = sorted(part.index for part in slices)
-        if indices != list(range(count)):
-            params = ", ".join(rule.param for rule in rules)
-            yield Fault(
-                folder, f"{tensor} is not used exactly once", got=params, need=f"{count} parts"
-            )
+        for placement in source.placements:
+            users.setdefault(placement.tensor, []).append(placement)
+    for tensor, parts in users.items():
+        regions = {part.region for part in parts}
+        num_used = sum(part.region.size for part in parts)
+        if len(regions) < len(parts) or num_used != math.prod(parts[0].tensor_shape):
+            params = ", ".join(part.param for part in parts)
+            yield Fault(folder, f"{tensor} is not used exactly once", got=params)

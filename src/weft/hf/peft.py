@@ -70,8 +70,9 @@ def adapter_targets(cfg: ModelConfig, lora: LoraConfig) -> tuple[AdapterTarget, 
 
 
 def _model_rules(cfg: ModelConfig) -> list[WeightRule]:
-    """Rules of the family, with complete names."""
-    return list(mapping_of(cfg.family).weights.expand(cfg))
+    """Rules of the family, with complete names; of transformers' own code, with those of its modules."""
+    weights = mapping_of(cfg.family).weights
+    return list(weights.expand(cfg) if weights.own is None else weights.expand_packed(cfg))
 
 
 def _adapter_target(tensor: str, rules: list[WeightRule]) -> AdapterTarget:

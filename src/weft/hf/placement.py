@@ -8,6 +8,8 @@ One parameter, for example layer1.attn.k.weight of GPT-2, passes four coordinate
     │   box    │   ->     [out, in]  ->   │ box │     ->     │  q  │ box │  v  │     transformer.h.1.attn.c_attn.weight
     └──────────┘                          └─────┘            └─────┴─────┴─────┘
 
+A stack of experts, or a parameter whose parts several tensors hold, has a placement for each of them.
+
 `Placement.to_tensor` goes from left to right, `Placement.to_param` from right to left. Import asks
 which boxes of HF tensors make up a box of a parameter (`ParamSource.copies`), export which boxes of
 parameters make up a box of an HF tensor (`HFTensor.copies`).
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.hf.mapping import EXPERT, Slice, WeightMapping, WeightRule
+from weft.config.hf.mapping import EXPERT, WeightMapping, WeightRule
 from weft.config.hf.safetensors_files import list_some
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
@@ -46,69 +48,69 @@ class Copy:
 
 @dataclass(frozen=True)
 class Placement:
-    """A parameter, or one expert of a stacked one, in an HF tensor.
+    """A parameter, or a part of it such as one expert of a stack, in an HF tensor.
 
     Attributes:
         param: name of the parameter; its owner's where it is tied.
         tensor_shape: of the whole HF tensor.
-        expert: index in the parameter's first dim; None where the parameter is no stack.
+        region: entries of the HF tensor that are the parameter's.
+        at: where they lie in the parameter, with one dim more where the tensor is one entry of its
+            first dim; None: they are the whole parameter.
     """
 
     param: str
     tensor: str
     tensor_shape: Shape
-    slice: Slice | None
+    region: Box
     transposed: bool
-    expert: int | None = None
-
-    @property
-    def region(self) -> Box:
-        """Entries of the HF tensor that are the parameter's."""
-        lo = [0] * len(self.tensor_shape)
-        hi = list(self.tensor_shape)
-        if self.slice is not None:
-            dim = self.slice.dim
-            length = hi[dim] // self.slice.count
-            start = self.slice.index * length
-            lo[dim] = start
-            hi[dim] = start + length
-        return Box(tuple(lo), tuple(hi))
+    at: Box | None = None
 
     @property
     def matrix_shape(self) -> Shape:
-        """Shape of the parameter without its expert dim."""
+        """Shape of the part, without the expert dim of a stack."""
         shape = self.region.shape
         if self.transposed:
             return shape[::-1]
         return shape
 
+    @property
+    def _is_entry(self) -> bool:
+        return self.at is not None and len(self.at.lo) > len(self.region.lo)
+
     def to_tensor(self, box: Box) -> Box:
-        """A box of the parameter, without its expert dim -> the same entries in the HF tensor."""
-        return shift(_transpose(box, self.transposed), self.region.lo)
+        """A box of the parameter inside `at` -> the same entries in the HF tensor."""
+        if self.at is not None:
+            box = box.shifted(tuple(-lo for lo in self.at.lo))
+        if self._is_entry:
+            box = Box(box.lo[1:], box.hi[1:])
+        return _transpose(box, self.transposed).shifted(self.region.lo)
 
     def to_param(self, box: Box) -> Box:
         """A box of the HF tensor inside `region` -> the same entries in the parameter."""
         to_origin = tuple(-lo for lo in self.region.lo)
-        in_region = shift(box, to_origin)
-        inner = _transpose(in_region, self.transposed)
-        if self.expert is None:
+        inner = _transpose(box.shifted(to_origin), self.transposed)
+        if self.at is None:
             return inner
-        lo = (self.expert, *inner.lo)
-        hi = (self.expert + 1, *inner.hi)
-        return Box(lo, hi)
+        if self._is_entry:
+            inner = Box((0, *inner.lo), (1, *inner.hi))
+        return inner.shifted(self.at.lo)
 
 
 @dataclass(frozen=True)
 class ParamSource:
-    """The HF tensors that make up one parameter: one, or one for each expert of a stack."""
+    """The HF tensors that make up one parameter: one, or several parts such as experts of a stack.
+
+    Attributes:
+        rule: the first of those that place them.
+    """
 
     rule: WeightRule
     placements: tuple[Placement, ...]
 
     @property
-    def is_stacked(self) -> bool:
-        """Whether each tensor is one entry of the parameter's first dim."""
-        return self.placements[0].expert is not None
+    def is_whole(self) -> bool:
+        """Whether the parameter lies in one tensor."""
+        return self.placements[0].at is None
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -118,32 +120,20 @@ class ParamSource:
     @property
     def shape(self) -> Shape:
         """The shape of the parameter."""
-        inner = self.placements[0].matrix_shape
-        if self.is_stacked:
-            return (len(self.placements), *inner)
-        return inner
+        parts = [placement.at.hi for placement in self.placements if placement.at is not None]
+        return tuple(map(max, zip(*parts, strict=True))) or self.placements[0].matrix_shape
 
     def copies(self, box: Box) -> Iterator[Copy]:
         """The HF tensors' entries that make up a box of the parameter."""
-        if not self.is_stacked:
-            placement = self.placements[0]
-            yield Copy(
-                source=placement.tensor,
-                box=placement.to_tensor(box),
-                transposed=placement.transposed,
-                at=(),
-            )
-            return
-        inner = Box(lo=box.lo[1:], hi=box.hi[1:])
-        first = box.lo[0]
-        last = box.hi[0]
-        for row, placement in enumerate(self.placements[first:last]):
-            yield Copy(
-                source=placement.tensor,
-                box=placement.to_tensor(inner),
-                transposed=placement.transposed,
-                at=(slice(row, row + 1),),
-            )
+        for placement in self.placements:
+            inside = box if placement.at is None else placement.at & box
+            if placement.at is None or inside.size:
+                yield Copy(
+                    source=placement.tensor,
+                    box=placement.to_tensor(inside),
+                    transposed=placement.transposed,
+                    at=() if placement.at is None else inside.within(box),
+                )
 
 
 @dataclass(frozen=True)
@@ -172,22 +162,27 @@ class HFTensor:
                 )
 
 
-def param_source(rule: WeightRule, tensors: tuple[str, ...], tensor_shape: Shape) -> ParamSource:
-    """The source of a parameter whose tensors all have one shape."""
-    is_stacked = EXPERT in rule.tensor
-    placements = []
+def placements(
+    rule: WeightRule, owner: str, tensors: Iterable[str], tensor_shape: Shape
+) -> Iterator[Placement]:
+    """A parameter in the tensors of a rule, which all have one shape.
+
+    Args:
+        owner: name of the parameter; of a tied one, its owner's.
+    """
+    region = Box.whole(tensor_shape) if rule.part is None else rule.part.region
+    if rule.slice is not None:
+        dim, count = rule.slice.dim, rule.slice.count
+        length = tensor_shape[dim] // count
+        lo, hi = list(region.lo), list(region.hi)
+        lo[dim], hi[dim] = rule.slice.index * length, (rule.slice.index + 1) * length
+        region = Box(tuple(lo), tuple(hi))
+    inner = region.shape[::-1] if rule.transposed else region.shape
+    at = None if rule.part is None else rule.part.at
     for index, tensor in enumerate(tensors):
-        placements.append(
-            Placement(
-                param=rule.param,
-                tensor=tensor,
-                tensor_shape=tensor_shape,
-                slice=rule.slice,
-                transposed=rule.transposed,
-                expert=index if is_stacked else None,
-            )
-        )
-    return ParamSource(rule, tuple(placements))
+        if EXPERT in rule.tensor:
+            at = Box((index, *(0 for _ in inner)), (index + 1, *inner))
+        yield Placement(owner, tensor, tensor_shape, region, rule.transposed, at)
 
 
 def hf_tensors(
@@ -214,16 +209,16 @@ def hf_tensors(
         if not is_alias or rule.write_alias:
             rules.append(rule)
     _check_params(rules, shapes, ties=ties, where=where)
-    placements: dict[str, list[Placement]] = {}
+    placed: dict[str, list[Placement]] = {}
     wide: set[str] = set()
     for rule in rules:
         owner = ties.get(rule.param, rule.param)
         for placement in _placements(rule, owner, shapes[owner]):
-            placements.setdefault(placement.tensor, []).append(placement)
+            placed.setdefault(placement.tensor, []).append(placement)
             if rule.keep_float32:
                 wide.add(placement.tensor)
     found = []
-    for name, parts in placements.items():
+    for name, parts in placed.items():
         found.append(
             HFTensor(
                 name=name,
@@ -254,22 +249,16 @@ def _placements(rule: WeightRule, owner: str, shape: Shape) -> Iterator[Placemen
     """The HF tensors that a parameter of this shape is written to."""
     is_stacked = EXPERT in rule.tensor
     tensor_shape = _tensor_shape(shape[1:] if is_stacked else shape, rule)
-    experts: Iterable[int | None] = (None,)
+    names = [rule.tensor]
     if is_stacked:
-        experts = range(shape[0])
-    for expert in experts:
-        yield Placement(
-            param=owner,
-            tensor=rule.tensor.replace(EXPERT, str(expert)),
-            tensor_shape=tensor_shape,
-            slice=rule.slice,
-            transposed=rule.transposed,
-            expert=expert,
-        )
+        names = [rule.tensor.replace(EXPERT, str(expert)) for expert in range(shape[0])]
+    return placements(rule, owner, names, tensor_shape)
 
 
 def _tensor_shape(matrix_shape: Shape, rule: WeightRule) -> Shape:
     """Shape of the HF tensor, from that of the parameter without its expert dim."""
+    if rule.part is not None:
+        return rule.part.tensor_shape
     shape = list(matrix_shape)
     if rule.transposed:
         shape.reverse()
@@ -277,16 +266,6 @@ def _tensor_shape(matrix_shape: Shape, rule: WeightRule) -> Shape:
         dim = rule.slice.dim
         shape[dim] *= rule.slice.count
     return tuple(shape)
-
-
-def shift(box: Box, offset: Shape) -> Box:
-    """The box moved by so many entries in each dim."""
-    lo: list[int] = []
-    hi: list[int] = []
-    for start, stop, distance in zip(box.lo, box.hi, offset, strict=True):
-        lo.append(start + distance)
-        hi.append(stop + distance)
-    return Box(tuple(lo), tuple(hi))
 
 
 def _transpose(box: Box, transposed: bool) -> Box:

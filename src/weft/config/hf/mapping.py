@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from weft.config.keys import Flat
+from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault
 
@@ -208,6 +209,22 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class TensorPart:
+    """Entries of a parameter that a tensor holds, where either of them has others as well.
+
+    Attributes:
+        at: entries of the parameter.
+        region: the same in the tensor, without the first dim of the parameter where the tensor is
+            one entry of it.
+        tensor_shape: of the tensor.
+    """
+
+    at: Box
+    region: Box
+    tensor_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class WeightRule:
     """A parameter, and the HF tensor that holds it.
 
@@ -218,6 +235,8 @@ class WeightRule:
 
     Attributes:
         slice: the part of the tensor that is the parameter, where a tensor holds several.
+        part: the part of the parameter that the tensor holds; a parameter of several parts has as many
+            rules.
         transposed: the parameter is the transpose of (that part of) the tensor.
         keep_float32: never stored in fewer than 32 bits, whatever the dtype of the others.
         write_alias: a tied alias that is written although its owner is, too.
@@ -226,6 +245,7 @@ class WeightRule:
     param: str
     tensor: str
     slice: Slice | None = None
+    part: TensorPart | None = None
     transposed: bool = False
     keep_float32: bool = False
     write_alias: bool = False
@@ -266,6 +286,16 @@ SCORE_SUFFIX = "ForSequenceClassification"
 """Of transformers' classes with such a head."""
 
 
+class OwnRules(Protocol):
+    """Rules of a model whose parameters have transformers' names."""
+
+    def rules(self, cfg: Any) -> Iterable[WeightRule]:
+        """The tensors of a folder as transformers writes it."""
+
+    def packed(self, cfg: Any) -> Iterable[WeightRule]:
+        """One tensor a parameter, as transformers has them in memory."""
+
+
 @dataclass(frozen=True)
 class WeightMapping:
     """One family's tensors.
@@ -278,7 +308,7 @@ class WeightMapping:
         ignored: patterns of tensors that hold no weight.
         unused: (config) -> patterns of tensors that this config does not use.
         prefix: start of tensor names that older files leave out.
-        own: (config) -> all rules, in place of `rules`, where parameters have transformers' names.
+        own: in place of `rules` and `packed`, where parameters have transformers' names.
     """
 
     rules: tuple[WeightRule, ...] = ()
@@ -287,12 +317,20 @@ class WeightMapping:
     ignored: tuple[str, ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = uses_all
     prefix: str = ""
-    own: Callable[[Any], Iterable[WeightRule]] | None = None
+    own: OwnRules | None = None
+
+    def expand_packed(self, cfg: Any) -> Iterator[WeightRule]:
+        """The rules in `packed`, with complete names."""
+        if self.own is not None:
+            yield from self.own.packed(cfg)
+        indices = self.index_sets(cfg)
+        for rule in self.packed:
+            yield from rule.expand(indices)
 
     def expand(self, cfg: Any) -> Iterator[WeightRule]:
         """All rules of a model, with complete names but for `{expert}`."""
         if self.own is not None:
-            yield from self.own(cfg)
+            yield from self.own.rules(cfg)
         indices = self.index_sets(cfg)
         is_scored = bool(getattr(cfg, "labels", 0))
         for rule in self.rules:

@@ -68,7 +68,8 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
     family, mapping = find_family(config, families, key=str(path))
     faults = tuple(config_faults(config, mapping.config, key=str(path)))
     if faults:
-        other = _other_code(config, families)
+        are_settings = all(isinstance(fault, UncomputedSetting) for fault in faults)
+        other = _other_code(config, families) if are_settings else None
         if other is None or not _computes(other[1], faults, config):
             raise CheckpointError(*_with_package(faults))
         family, mapping = other

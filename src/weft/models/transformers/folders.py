@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from weft.config.hf.mapping import (
     ConfigMapping,
@@ -19,8 +21,16 @@ from weft.config.hf.mapping import (
 from weft.config.hf.read_config import CONFIG
 from weft.config.keys import Flat
 from weft.errors import Fault, PlanError, counted, type_and_message
-from weft.models.transformers.build import architecture_of, config_of, default_config, param_names
+from weft.models.transformers.build import (
+    architecture_of,
+    build,
+    config_of,
+    default_config,
+    param_names,
+)
+from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
+from weft.models.transformers.stored import stored_tensors
 
 
 def folder_mapping(model_type: str, class_name: str) -> HFMapping:
@@ -30,13 +40,28 @@ def folder_mapping(model_type: str, class_name: str) -> HFMapping:
         architecture=class_name,
         model_type=model_type,
         config=ConfigMapping(whole=own, unwritable=own.unwritable),
-        weights=WeightMapping(own=own.rules, ignored=("*.rotary_emb.inv_freq",), index_sets=_none),
+        weights=WeightMapping(own=own, ignored=("*.rotary_emb.inv_freq",), index_sets=_none),
     )
 
 
 def _none(_cfg: Any) -> IndexSets:
     """No rule has placeholders."""
     return {}
+
+
+FLOAT = "__float__"
+"""Key of a table that transformers writes in place of infinity, which JSON does not have."""
+
+
+def _with_floats(value: Any) -> Any:
+    """JSON of transformers with the numbers that such tables stand for."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT}:
+        return float(value[FLOAT])
+    return {name: _with_floats(each) for name, each in value.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class FolderConfig:
             PlanError: it does not.
         """
         try:
-            return type(default_config(self.model_type)).from_dict(dict(config))
+            return type(default_config(self.model_type)).from_dict(_with_floats(config))
         except Exception as error:
             what = f"transformers rejects it: {type_and_message(error)}"
             raise PlanError(Fault(CONFIG, what)) from error
@@ -77,7 +102,7 @@ class FolderConfig:
         default = default_config(self.model_type)
         read = self._read(config)
         sizes = dict(fields_of(default))
-        settings = {own_name(default, name): value for name, value in config.items()}
+        settings = {own_name(default, name): value for name, value in _with_floats(config).items()}
         others = {name: value for name, value in settings.items() if name not in sizes.values()}
         values = vars(read)  # an attribute that differs between layers cannot be asked for
         found: Flat = {field: values[name] for field, name in sizes.items()}
@@ -97,7 +122,16 @@ class FolderConfig:
             yield Fault("model.name", what, got=min(buffers), fix="a family of weft's own")
 
     def rules(self, cfg: Any) -> Iterator[WeightRule]:
-        """One tensor a parameter, under transformers' name."""
+        """The tensors that transformers writes."""
+        found = architecture_of(self.model_type, self._values(cfg))
+        own = {rule.tensor: rule for rule in self.packed(cfg)}
+        with torch.device("meta"):
+            lm = build(found.config, implementation=EAGER)
+        for tensor, name, part in stored_tensors(lm, found.shapes):
+            yield replace(own[name], tensor=tensor, part=part)
+
+    def packed(self, cfg: Any) -> Iterator[WeightRule]:
+        """One tensor a parameter, under the name that it has in memory."""
         found = architecture_of(self.model_type, self._values(cfg))
         for name, own in param_names(found).items():
             yield WeightRule(

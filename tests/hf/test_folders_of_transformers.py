@@ -1,0 +1,118 @@
+"""Folders as transformers writes them: experts one by one, names of the authors, joined and split tensors; both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.hf.folders import Memory, edit, write
+from weft.config.hf.read_config import describe_folder
+from weft.core.axes import Box
+from weft.core.model_config import ModelConfig
+from weft.errors import CheckpointError
+from weft.hf.match import match_folder
+from weft.models import FAMILIES
+from weft.models.transformers.build import Architecture, architecture_of, param_names
+from weft.models.transformers.family import AXES
+from weft.models.transformers.stored import box_in_order
+
+transformers = pytest.importorskip("transformers")
+
+FOLDERS = {
+    "experts one by one": ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w3.weight"),
+    "experts and a bias": ("deepseek_v3", "model.layers.1.mlp.experts.1.gate_proj.weight"),
+    "names of the authors": ("exaone", "transformer.h.1.attn.attention.q_proj.weight"),
+    "joined in memory": ("olmo_hybrid", "model.layers.0.linear_attn.q_conv1d.weight"),
+    "joined in the files": ("sarvam_moe", "model.layers.0.attention.query_key_value.weight"),
+    "an infinite limit": ("mamba2", None),
+}
+"""Model type, and a tensor of its files that has another name in memory."""
+EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+
+
+def written(folder: Path, model_type: str) -> nn.Module:
+    """A small model of transformers with random values, saved by transformers."""
+    torch.manual_seed(0)
+    lm: Any = transformers.AutoModelForCausalLM.from_config(architecture(model_type).config)
+    with torch.no_grad():
+        for param in lm.parameters():
+            param.copy_(torch.randn(param.shape))
+    lm.save_pretrained(folder)
+    return cast(nn.Module, lm)
+
+
+def architecture(model_type: str) -> Architecture:
+    """Of the default sizes."""
+    values = vars(FAMILIES[f"hf:{model_type}"].Config())
+    return architecture_of(model_type, {k: v for k, v in values.items() if k != AXES})
+
+
+def described(folder: Path, model_type: str) -> ModelConfig:
+    """The model of transformers' own code that a folder describes."""
+    family = FAMILIES[f"hf:{model_type}"]
+    found = describe_folder(folder, {f"hf:{model_type}": family})
+    return family.Config(**found.fields)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_parameter_is_read_from_its_tensors(tmp_path: Path, name: str) -> None:
+    model_type, tensor = FOLDERS[name]
+    state = written(tmp_path, model_type).state_dict()
+    files = load_file(tmp_path / "model.safetensors")
+    assert tensor is None or tensor in files.keys() - state.keys()
+    matched = match_folder(tmp_path, described(tmp_path, model_type))
+    own_names = param_names(architecture(model_type))
+    assert matched.params
+    for param, source in matched.params.items():
+        whole = torch.empty(source.shape)
+        for copy in source.copies(Box.whole(source.shape)):
+            part = files[copy.source][copy.box.slices]
+            whole[copy.at] = part.T if copy.transposed else part
+        assert torch.equal(whole, state[own_names[param]])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_export_has_the_tensors_that_transformers_writes(tmp_path: Path, name: str) -> None:
+    model_type, _ = FOLDERS[name]
+    state = written(tmp_path / "theirs", model_type).state_dict()
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    cfg = described(tmp_path / "theirs", model_type)
+    own_names = param_names(architecture(model_type))
+    ties = FAMILIES[cfg.family].ties(cfg)
+    values = {param: state[own] for param, own in own_names.items() if param not in ties}
+    write(tmp_path / "ours", cfg, Memory(values))
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(each, state[own]) for own, each in again.state_dict().items())
+
+
+def test_tensors_as_they_are_in_memory_are_read_too(tmp_path: Path) -> None:
+    lm: Any = written(tmp_path, "mixtral")
+    lm.save_pretrained(tmp_path / "packed", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
+        tmp_path / "packed" / "model.safetensors"
+    )
+    matched = match_folder(tmp_path / "packed", described(tmp_path / "packed", "mixtral"))
+    source = matched.params["layer0.layer.mlp.experts.gate_up_proj"]
+    assert source.tensors == ("model.layers.0.mlp.experts.gate_up_proj",)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    written(tmp_path, "mixtral")
+    edit(tmp_path, lambda tensors: tensors.update({EXPERT: torch.ones(3, 5)}))
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}: config.json makes another shape of it"):
+        match_folder(tmp_path, described(tmp_path, "mixtral"))
+
+
+def test_entries_in_another_order_are_no_part() -> None:
+    interleaved = torch.arange(8).view(2, 4).T.reshape(8)
+    assert box_in_order([torch.arange(3, 8)]) == Box((3,), (8,))
+    assert box_in_order([interleaved]) is None
+    assert box_in_order([torch.arange(8).flip(0)]) is None
