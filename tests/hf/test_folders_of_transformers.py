@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +13,18 @@ from torch import nn
 
 from tests.hf.folders import Memory, edit, write
 from weft.config.hf.read_config import describe_folder
+from weft.config.hf.write_config import config_json
+from weft.config.load import load
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, PlanError
 from weft.hf.match import match_folder
 from weft.models import FAMILIES
 from weft.models.transformers.build import Architecture, architecture_of, param_names
+from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.family import AXES
 from weft.models.transformers.stored import box_in_order
+from weft.start.transformers_model import prepared
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,3 +121,58 @@ def test_entries_in_another_order_are_no_part() -> None:
     assert box_in_order([torch.arange(3, 8)]) == Box((3,), (8,))
     assert box_in_order([interleaved]) is None
     assert box_in_order([torch.arange(8).flip(0)]) is None
+
+
+def longrope_folder(folder: Path, **changes: Any) -> Path:
+    """config.json of a Phi-3 whose longrope begins behind 32 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.5,
+    }
+    config = architecture("phi3").config.to_dict() | {
+        "architectures": ["Phi3ForCausalLM"],
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": rope | changes,
+    }
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_longrope_is_trained_within_its_original_context(tmp_path: Path) -> None:
+    cfg = described(longrope_folder(tmp_path), "phi3")
+    assert vars(cfg)["max_seq_len"] == 32
+    assert "at most model.max_seq_len = 32" in str(cfg.check_seq_len(33))
+    values = {name: value for name, value in vars(cfg).items() if name != AXES and name != "family"}
+    assert check_against_transformers("phi3", values, packs_documents=True) == ""
+    family = FAMILIES[cfg.family]
+    assert family.hf is not None
+    written_again = config_json(family.hf, cfg, dtype="float32")
+    assert written_again["max_position_embeddings"] == 128
+    assert written_again["rope_parameters"]["long_factor"] == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_longrope_beyond_its_original_context_is_rejected(tmp_path: Path) -> None:
+    config = longrope_folder(tmp_path).joinpath("config.json").read_text()
+    words = ["--model.name", "hf:phi3", "--model.settings", config, "--model.max_seq_len", "128"]
+    with pytest.raises(
+        PlanError, match=r"max_seq_len: longer than the original .*Fix: --model.max"
+    ):
+        prepared(load(words, FAMILIES))
+
+
+def test_factors_of_longrope_are_checked_by_transformers(tmp_path: Path) -> None:
+    folder = longrope_folder(tmp_path, long_factor=[1.0] * 5)
+    with pytest.raises(CheckpointError, match=r"transformers rejects it: .*'validate_rope'"):
+        described(folder, "phi3")
+
+
+def test_dynamic_rope_is_plain_within_the_context() -> None:
+    values = dict(vars(FAMILIES["hf:llama"].Config()))
+    settings = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    values |= {"settings": json.dumps(settings)}
+    values.pop(AXES)
+    assert check_against_transformers("llama", values, packs_documents=True) == ""

@@ -12,7 +12,7 @@ from weft.core.dimension import activation_axes, position_axes
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig, logical_axes
 from weft.core.shard import shard_of
-from weft.errors import PlanError, counted
+from weft.errors import Fault, PlanError, counted
 from weft.models import FAMILIES
 from weft.parallel.tp import AXIS as TP
 
@@ -39,7 +39,9 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     values = dict(vars(family.user_config(run.model)))
     stored = values.pop(AXES)
     packs = run.data.packing != "single" and packs_documents(run.data)
-    notes = list(_notes(model_type_of(run.model.name), values, packs_documents=packs))
+    model_type = model_type_of(run.model.name)
+    _check_context(model_type, values)
+    notes = list(_notes(model_type, values, packs_documents=packs))
     if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
         run, whole = _with_axes(run)
         notes += whole
@@ -50,6 +52,23 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     if plan_of(run).mesh.degree(position_axes()) > 1:
         notes += _on_whole_sequences_under_cp(run)
     return run, tuple(f"{run.model.name}: {note}" for note in notes)
+
+
+def _check_context(model_type: str, values: Mapping[str, Any]) -> None:
+    """Check that a longrope model is trained within its original context, whose tables it has.
+
+    Raises:
+        PlanError: it is not.
+    """
+    from weft.models.transformers.build import architecture_of, longrope  # they import torch
+
+    rope = longrope(vars(architecture_of(model_type, values).config))
+    context, longest = rope.get("original_max_position_embeddings"), values.get("max_seq_len", 0)
+    if context and longest > context:
+        what = "longer than the original context of longrope, whose tables are used"
+        fix = f"--model.max_seq_len {context}"
+        fault = Fault("model.max_seq_len", what, str(longest), f"at most {context}", fix)
+        raise PlanError(fault)
 
 
 def _check_blocks(run: Run) -> None:

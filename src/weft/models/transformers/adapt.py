@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from types import MethodType
 
 from torch import nn
+
+WITHIN_CONTEXT = ("dynamic", "longrope")
+"""Kinds of rope whose tables are the same for all batches within the original context."""
 
 
 def transposed_linears(lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -31,7 +36,8 @@ def buffers_in_folders(lm: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 def adapt(lm: nn.Module) -> nn.Module:
     """The model with an `nn.Linear` for each linear of a transposed weight, and with parameters that
     are not trained for the buffers of folders: so these are sharded, read, kept and written like all
-    others. Changed in place.
+    others. Rotary tables that change with the length of a batch stay those of the original context,
+    in which such models are trained. Changed in place.
     """
     for path, old in list(transposed_linears(lm)):
         parent, _, name = path.rpartition(".")
@@ -40,6 +46,9 @@ def adapt(lm: nn.Module) -> nn.Module:
         buffer = module._buffers.pop(name)
         assert buffer is not None, "None is in no folder"
         module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    for module in lm.modules():
+        if getattr(module, "rope_type", None) in WITHIN_CONTEXT:
+            module.forward = MethodType(inspect.unwrap(type(module).forward), module)
     return lm
 
 

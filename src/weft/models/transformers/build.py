@@ -35,6 +35,9 @@ from weft.models.transformers.sizes import (
 )
 
 LAYER_LISTS = ("layer_types", "mlp_layer_types")
+ROPES = ("rope_parameters", "rope_scaling")
+LONGROPE = "longrope"
+FACTORS = ("short_factor", "long_factor")
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,7 +71,8 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
         given[own_name(default, "num_key_value_heads")] = values["heads"]
     if "model_type" in settings:  # the whole config.json of a folder
-        given = {**fitted(settings, values["layers"]), **given}
+        given = {**given, **_own_positions(default, settings)}
+        given = fit_factors({**fitted(settings, values["layers"]), **given})
     else:
         tiny = {name: value for name, value in TINY.items() if name in vars(default)}
         given |= {**tiny, **TINY_OF.get(model_type, {})}
@@ -113,6 +117,40 @@ def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         if kinds:
             found[name] = [kinds[index % len(kinds)] for index in range(num_layers)]
     return found
+
+
+def longrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope of a config whose tables change behind its original context; empty: of another kind."""
+    for name in ROPES:
+        rope = config.get(name)
+        if isinstance(rope, dict) and LONGROPE in (rope.get("rope_type"), rope.get("type")):
+            return rope
+    return {}
+
+
+def num_factors(config: Mapping[str, Any]) -> int:
+    """Pairs of entries that the rope of a config turns in each head."""
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    part = longrope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return int(head_size * (part or 1.0)) // 2
+
+
+def fit_factors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config whose factors of longrope are as many as its heads have pairs: cut, or repeated."""
+    found = dict(config)
+    rope = longrope(config)
+    for name in (name for name in ROPES if rope and config.get(name)):
+        factors = {each: rope[each] for each in FACTORS if each in rope}
+        number = num_factors(config)
+        fit = {each: (list(row) * number)[:number] for each, row in factors.items()}
+        found[name] = {**rope, **fit}
+    return found
+
+
+def _own_positions(default: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The longest context of a folder whose rope is trained within a shorter one."""
+    name = own_name(default, "max_position_embeddings")
+    return {name: settings[name]} if name in settings else {}
 
 
 def build(config: Any, *, implementation: str = NAME) -> nn.Module:

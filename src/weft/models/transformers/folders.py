@@ -26,11 +26,14 @@ from weft.models.transformers.build import (
     build,
     config_of,
     default_config,
+    longrope,
     param_names,
 )
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
 from weft.models.transformers.stored import stored_tensors
+
+POSITIONS = "max_seq_len"
 
 
 def folder_mapping(model_type: str, class_name: str) -> HFMapping:
@@ -107,6 +110,10 @@ class FolderConfig:
         values = vars(read)  # an attribute that differs between layers cannot be asked for
         found: Flat = {field: values[name] for field, name in sizes.items()}
         found.update({name: value for name, value in derived(found).items() if name in found})
+        context = longrope(values).get("original_max_position_embeddings")
+        if context and context < found.get(POSITIONS, 0):  # its tables are those of this context
+            others[sizes[POSITIONS]] = found[POSITIONS]
+            found[POSITIONS] = context
         return {**found, SETTINGS: json.dumps(others, sort_keys=True)}
 
     def write(self, cfg: Any) -> dict[str, Any]:
