@@ -203,6 +203,15 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         architectures.model_type_of("hf:llama")
 
 
+def test_an_old_transformers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures.importlib.metadata, "version", lambda name: "5.7.1")
+    decoders = architectures.architectures.__wrapped__
+    assert decoders() == {}
+    monkeypatch.setattr(architectures, "architectures", decoders)
+    with pytest.raises(ConfigError, match=r"needs transformers 5.8 or newer.*weft-train\[hf\]"):
+        architectures.model_type_of("hf:llama")
+
+
 def test_buffers_of_folders_are_parameters_that_are_not_trained() -> None:
     family = FAMILIES["hf:deepseek_v3"]
     assert family.hf is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -32,4 +33,20 @@ def package_of_file(name: str) -> str:
     for folder in PACKAGE_FOLDERS:
         if folder in parts[:-1]:
             return parts[parts.index(folder) + 1].removesuffix(".py")
+    for folder in sys.path:  # such as that of `pip install --target`
+        if folder and name.startswith(f"{folder.rstrip('/')}/"):
+            package = Path(name).relative_to(folder).parts[0].removesuffix(".py")
+            if package in _installed_into(folder):
+                return package
     return ""
+
+
+@functools.cache
+def _installed_into(folder: str) -> frozenset[str]:
+    """The top-level packages and modules that an installer has written into a folder."""
+    if not any(Path(folder).glob("*.dist-info")):
+        return frozenset()
+    from importlib.metadata import distributions  # it takes as long to import as this module
+
+    files = (file for each in distributions(path=[folder]) for file in each.files or ())
+    return frozenset(file.parts[0].removesuffix(".py") for file in files)

@@ -139,7 +139,7 @@ def _token(value: Any, reach: Reach) -> Any:
         return _tensor_token(value)
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= MOST_BYTES and not value.dtype.hasobject
-        return id(value), zlib.crc32(value.tobytes()) if is_small else None
+        return id(value), zlib.crc32(np.asarray(value).tobytes()) if is_small else None
     if isinstance(value, GENERATORS):
         return _generator_state(value)
     if isinstance(value, (dict, list, tuple, set, frozenset)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ KEY = "model.name"
 PREFIX = "hf:"
 """Start of the name of a family that is an architecture of transformers: `hf:olmo2`."""
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+OLDEST = (5, 8)
+"""Of transformers: earlier versions have no interface for experts."""
 
 
 def is_architecture_name(name: object) -> bool:
@@ -31,7 +34,7 @@ def model_type_of(name: str) -> str:
     if not known:
         fix = "pip install 'weft-train[hf]'"
         raise ConfigError(
-            Fault(KEY, "needs transformers, which is missing", got=repr(name), fix=fix)
+            Fault(KEY, "needs transformers 5.8 or newer", got=repr(name), fix=fix)
         )
     model_type = name.removeprefix(PREFIX)
     if model_type not in known:
@@ -45,9 +48,9 @@ def model_type_of(name: str) -> str:
 
 @functools.cache
 def architectures() -> Mapping[str, str]:
-    """Decoders of transformers: model type -> class; empty where it is not installed."""
+    """Decoders of transformers: model type -> class; empty where it is not installed, or too old."""
     spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or _version() < OLDEST:
         return {}
     file = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
     for statement in ast.parse(file.read_bytes()).body:
@@ -55,3 +58,9 @@ def architectures() -> Mapping[str, str]:
             (pairs,) = statement.value.args  # type: ignore[attr-defined]  # OrderedDict([...])
             return dict(ast.literal_eval(pairs))
     return {}
+
+
+def _version() -> tuple[int, ...]:
+    """Of transformers, without what follows the first two numbers."""
+    numbers = importlib.metadata.version("transformers").split(".")[:2]
+    return tuple(int(number) for number in numbers)
