@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.errors import counted, printable
+from weft.prove.losses import StepLosses
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import number
 from weft.view.progress import loss_unit
@@ -42,7 +43,7 @@ def answers(run: RunRecord) -> tuple[ReportAnswer, ...]:
 
 
 def _proof(run: RunRecord) -> ReportAnswer:
-    text, kind, lines = _verdict(run)
+    text, kind, lines = _with_losses(run, *_verdict(run))
     found = [mark for mark in run.marks if mark.kind in GUARDED]
     if found:
         text, kind = f"{text}; {counted(len(found), 'finding')} of guards", "bad"
@@ -67,6 +68,32 @@ def _verdict(run: RunRecord) -> tuple[str, str, list[str]]:
     if run.start.get("ranks") == 1:
         return "one rank", "plain", ["There is no other layout to compare it with."]
     return "not proved", "plain", ["This start was not compared with one device."]
+
+
+def _with_losses(
+    run: RunRecord, text: str, kind: str, lines: list[str]
+) -> tuple[str, str, list[str]]:
+    """A verdict with what the losses beside those of one device say, whatever start they are of."""
+    if not run.losses:
+        return text, kind, lines
+    lines = [*lines, losses_text(run.losses)]
+    if not all(each.is_equal for each in run.losses):
+        return "differs from one device", "bad", lines
+    if not run.proofs:
+        return "losses equal to one device", "good", lines[1:]
+    return text, kind, lines
+
+
+def losses_text(losses: Sequence[StepLosses]) -> str:
+    """How far the losses of some steps are from those of one device, as one sentence."""
+    is_equal = all(each.is_equal for each in losses)
+    most = max(losses, key=lambda each: each.relative / (1.0 if is_equal else each.bound))
+    steps = f"step {losses[0].step}" if len(losses) == 1 else f"{len(losses)} steps"
+    verdict = "equal to" if is_equal else "NOT equal to"
+    return (
+        f"the losses of {steps} are {verdict} those of one device: {most.relative:.1e} apart in step"
+        f" {most.step}, the most, where rounding explains {most.bound:.1e}"
+    )
 
 
 def _memory(run: RunRecord) -> ReportAnswer:
