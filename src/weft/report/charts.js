@@ -38,7 +38,7 @@
     const size = Math.abs(value);
     if (size >= 1e9) return +(value / 1e9).toPrecision(4) + " B";
     if (size >= 1e6) return +(value / 1e6).toPrecision(4) + " M";
-    if (size && size < 1e-3) return (+value.toPrecision(3)).toExponential();
+    if (size && size < 1e-4) return (+value.toPrecision(3)).toExponential();
     return size >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
   }
 

@@ -1,4 +1,4 @@
-"""The answers and figures of a report: is it right, how much memory, how fast is it; final figures; rows of the config."""
+"""The answers and figures of a report: is it right, does it fit, how fast is it; final figures; rows of the config."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from weft.core.dimension import pipeline_axis
 from weft.errors import counted, printable
 from weft.prove.losses import StepLosses
+from weft.report.loss_jumps import LossJump, loss_jumps
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import number
 from weft.view.progress import loss_unit
@@ -18,6 +19,10 @@ from weft.view.quantity import clock, count, memory, percent, short_time
 
 GUARDED = ("nonfinite", "spike", "digest")
 """Kinds of marks after which a run is not taken for right without a look."""
+OUT_OF_MEMORY = "out of memory"
+"""In the error of a run that found no more."""
+FULL_SHARE = 0.9
+"""Of the memory, above which the next evaluation or save may not fit."""
 MOST_LINES = 3
 """Of findings of one kind."""
 
@@ -38,7 +43,7 @@ class ReportAnswer:
 
 
 def answers(run: RunRecord) -> tuple[ReportAnswer, ...]:
-    """Is it right, how much memory, how fast is it."""
+    """Is it right, does it fit, how fast is it."""
     return (_proof(run), _memory(run), _speed(run))
 
 
@@ -48,7 +53,19 @@ def _proof(run: RunRecord) -> ReportAnswer:
     if found:
         text, kind = f"{text}; {counted(len(found), 'finding')} of guards", "bad"
         lines += [mark.text for mark in found[:MOST_LINES]]
+    if not number(run.config.get("guard.spike")) > 0:
+        jumps = sorted(loss_jumps(run.columns["loss"]), key=lambda jump: -jump.ratio)
+        lines += [_jump_text(run, jump) for jump in jumps[:MOST_LINES]]
+        if jumps and kind != "bad":
+            text, kind = f"{text}; the loss jumps in {counted(len(jumps), 'step')}", "plain"
     return ReportAnswer("Is it right?", text, kind, tuple(map(printable, lines)))
+
+
+def _jump_text(run: RunRecord, jump: LossJump) -> str:
+    return (
+        f"step {run.steps[jump.at]}: the loss is {jump.loss:.4g}, {jump.ratio:.3g} times the median"
+        f" {jump.median:.4g} of those before; guard.spike names the samples"
+    )
 
 
 def _verdict(run: RunRecord) -> tuple[str, str, list[str]]:
@@ -97,7 +114,13 @@ def losses_text(losses: Sequence[StepLosses]) -> str:
 
 
 def _memory(run: RunRecord) -> ReportAnswer:
+    of_start = run.columns["mem_bytes"][run.last_start]
+    finite = of_start[np.isfinite(of_start)]
+    most = float(finite.max()) if finite.size else math.nan
+    text, kind = _fit(run, most)
     lines = []
+    if math.isfinite(most) and math.isfinite(_memory_share(run, most)):
+        lines.append(_fullest_text(run, most))
     measured = number(run.prediction.get("measured_bytes"))
     place = run.prediction.get("memory_of")
     predicted = number(
@@ -105,11 +128,51 @@ def _memory(run: RunRecord) -> ReportAnswer:
     )
     if math.isfinite(measured) and math.isfinite(predicted):
         both = f"predicted {memory(predicted)}, measured {memory(measured)}"
-        lines.append(f"{both}: tensors on {printable(str(place))}")
-    of_start = run.columns["mem_bytes"][run.last_start]
-    finite = of_start[np.isfinite(of_start)]
-    text = f"{memory(float(finite.max()))} on the fullest rank" if finite.size else "no step yet"
-    return ReportAnswer("How much memory?", text, "plain", tuple(lines))
+        lines.append(f"{both}: tensors on {place}")
+    if OUT_OF_MEMORY in _error(run):
+        lines.append(_error(run).splitlines()[0])
+    return ReportAnswer("Does it fit?", text, kind, tuple(map(printable, lines)))
+
+
+def _fit(run: RunRecord, most: float) -> tuple[str, str]:
+    """Whether the fullest rank fits into the memory: text and kind.
+
+    Args:
+        most: bytes; NaN before the first step.
+    """
+    if OUT_OF_MEMORY in _error(run):
+        is_known = f"{OUT_OF_MEMORY}?" not in _error(run)
+        return ("no: out of memory" if is_known else "perhaps not: a rank was killed"), "bad"
+    if not math.isfinite(most):
+        return "no step yet", "plain"
+    share = _memory_share(run, most)
+    if not math.isfinite(share):
+        return f"{memory(most)} on the fullest rank", "plain"
+    is_shared = number(run.start.get("memory_ranks")) > 1
+    text = f"{'at most ' if is_shared else ''}{percent(share)} of the memory"
+    if share <= FULL_SHARE:
+        return f"yes: {text}", "good"
+    return (text, "plain") if is_shared else (f"barely: {text}", "bad")
+
+
+def _error(run: RunRecord) -> str:
+    return str(run.end.get("error", ""))
+
+
+def _memory_share(run: RunRecord, most: float) -> float:
+    """The share of the memory that its ranks need, if each needs as much as the fullest; NaN where
+    the memory is not known.
+    """
+    num_bytes, ranks = (number(run.start.get(name)) for name in ("memory_bytes", "memory_ranks"))
+    return most * ranks / num_bytes if num_bytes > 0 else math.nan
+
+
+def _fullest_text(run: RunRecord, most: float) -> str:
+    num_bytes, ranks = number(run.start.get("memory_bytes")), number(run.start.get("memory_ranks"))
+    fullest = f"{memory(most)} on the fullest rank"
+    if ranks == 1:
+        return f"{fullest}, of {memory(num_bytes)}"
+    return f"{fullest}; {count(ranks)} ranks, counted as full, share {memory(num_bytes)}"
 
 
 def stage_memory(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
