@@ -435,7 +435,7 @@ def cuda_name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def _memory_of(device: torch.device, world: World) -> Mapping[str, int]:
+def _memory_of(device: torch.device, world: World) -> dict[str, Any]:
     """The memory of the device of rank 0, and how many ranks of its size share it: processes on a
     CPU do, while what is measured of threads is of all of them.
     """
