@@ -79,6 +79,15 @@ def test_steps_that_were_trained_again_are_no_longer_compared(tmp_path: Path) ->
     assert [each.step for each in RunRecord.read(folder).losses] == [1, 2]
 
 
+def test_losses_of_an_earlier_start_prove_nothing_of_the_last(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    run_with(folder, compared(3.0, 2.0))
+    add_events(folder, {"event": "run", "start_step": 2, "layout": "tp2"})
+    right = answers(RunRecord.read(folder))[0]
+    assert (right.text, right.kind) == ("not proved", "plain")
+    assert "equal to those of one device" in right.lines[-1]
+
+
 def test_further_steps_are_kept_beside_those_before(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     run_with(folder, compared(3.0, 2.0, 1.5))
