@@ -100,6 +100,6 @@ def _read(path: Path) -> tuple[StepLosses, ...]:
             return ()
         reason = error.what
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        reason = str(error)
+        reason = str(error).removeprefix(f"{path}:")
     fix = "remove it, and compare again with weft prove RUN"
     raise UserError(Fault(str(path), f"cannot be read: {reason}", fix=fix))
