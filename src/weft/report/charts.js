@@ -5,6 +5,7 @@
   let data = read();
   const x = get("x"), log = get("log"), smooth = get("smooth");
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const WHOLE = [...Array(15).keys()].flatMap(power => [1, 2, 5].map(factor => factor * 10 ** power));  // steps, tokens
   let plots = [];
 
   // From a step to the chosen x, between the places where it is known.
@@ -98,7 +99,10 @@
       width: holder.clientWidth, height: Math.max(190, Math.min(260, holder.clientWidth * 0.5)), padding: [8, 12, 0, 0],
       cursor: { sync: { key: "report" }, drag: { x: true, y: false } }, legend: { live: true },
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, space: 60, size: 30 }, isLog ? { ...axis, size: 64, grid: { ...axis.grid, filter: decades } } : { ...axis, size: 64 }],
+      axes: [
+        { ...axis, space: 60, size: 30, ...(x.value === "hours" ? {} : { incrs: WHOLE }) },
+        { ...axis, size: 64, grid: { ...axis.grid, ...(isLog ? { filter: decades } : {}) } },
+      ],
       series: [{ label: x.options[x.selectedIndex].text, value: (_, v) => number(v) }, ...series],
       hooks: { draw: [draw], setCursor: [rest] },
     }, uPlot.join(tables), holder);
