@@ -105,7 +105,14 @@ def test_losses_that_are_not_finite_are_kept_and_not_drawn(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["[]\n", '{"event": "one_device", "step": 1}\n', '{"step": "x"}\n', "\x00\n"]
+    "text",
+    [
+        "[]\n",
+        '{"step": 1}\n',
+        '{"step": "x", "recorded": 3, "alone": 3, "bound": 1}\n',
+        '{"step": 1, "recorded": 3, "alone": 2, "bound": 0}\n',
+        "\x00\n",
+    ],
 )
 def test_a_damaged_file_is_one_line(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

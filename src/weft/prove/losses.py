@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.disk import replace_file
 from weft.errors import Fault, UserError
@@ -89,12 +90,7 @@ def _is_same(loss: float | None, other: float) -> bool:
 
 def _read(path: Path) -> tuple[StepLosses, ...]:
     try:
-        return tuple(
-            StepLosses(
-                int(event["step"]), *(float(event[name]) for name in ("recorded", "alone", "bound"))
-            )
-            for event in read_events(path)
-        )
+        return tuple(map(_losses_of, read_events(path)))
     except UnreadableFile as error:
         if error.is_missing:
             return ()
@@ -103,3 +99,10 @@ def _read(path: Path) -> tuple[StepLosses, ...]:
         reason = str(error).removeprefix(f"{path}:")
     fix = "remove it, and compare again with weft prove RUN"
     raise UserError(Fault(str(path), f"cannot be read: {reason}", fix=fix))
+
+
+def _losses_of(event: Mapping[str, Any]) -> StepLosses:
+    recorded, alone, bound = (float(event[name]) for name in ("recorded", "alone", "bound"))
+    if not bound > 0:
+        raise ValueError(f"a bound of {bound}")
+    return StepLosses(int(event["step"]), recorded, alone, bound)
