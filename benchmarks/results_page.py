@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ PAGE = DOCS / "results.md"
 FOLDER = DOCS / "results"
 PICTURES = DOCS / "pictures"
 TABLE = re.compile(r"(<!-- table of (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-STEPS = re.compile(r"--steps (\d+)")
 HEADINGS = (
     *("run", "steps", "last loss", "evaluation, best", "evaluation, last"),
     *("largest difference of a step's loss", "first step"),
@@ -28,10 +26,8 @@ HEADINGS = (
 
 
 def differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """The difference of each step's loss from that of another run, as a share of it, up to the end of
-    the shorter one.
-    """
-    pairs = zip(losses, reference, strict=False)
+    """The difference of each step's loss from that of another run, as a share of it."""
+    pairs = zip(losses, reference, strict=True)
     return [abs(loss - other) / abs(other) for loss, other in pairs]
 
 
@@ -48,23 +44,18 @@ def names() -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """The runs of a result as a Markdown table."""
-    planned = int(STEPS.findall(result["words"])[0])
     has_accuracy = result["runs"][0]["accuracy"] is not None
     headings = (*HEADINGS, "accuracy") if has_accuracy else HEADINGS
-    rows = [
-        headings,
-        ["---"] * len(headings),
-        *(list(_cells(run, planned)) for run in result["runs"]),
-    ]
+    rows = [headings, ["---"] * len(headings), *(list(_cells(run)) for run in result["runs"])]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _cells(run: dict[str, Any], planned: int) -> Iterator[str]:
+def _cells(run: dict[str, Any]) -> Iterator[str]:
     evaluated = [loss for _, loss in run["evaluations"]]
     is_reference = run["compared_with"] == run["label"]
     ranks = f" ({run['ranks']} ranks)" if run["ranks"] > 1 else ""
     yield f"{run['label']}{ranks}"
-    yield f"{run['steps']:,}" + (f" of {planned:,}" if run["steps"] < planned else "")
+    yield f"{run['steps']:,}"
     yield f"{run['last_loss']:.6f}"
     yield f"{min(evaluated):.6f}"
     yield f"{evaluated[-1]:.6f}"
@@ -89,7 +80,7 @@ def result_picture(result: dict[str, Any]) -> str:
         evaluated = list(zip(*run["evaluations"], strict=True))
         curves.append(_series(run["label"], index, *evaluated, style="points"))
         x, y = run["difference_curve"]
-        points = [(step, math.log10(value)) for step, value in zip(x, y, strict=True) if value > 0]
+        points = [(step, value) for step, value in zip(x, y, strict=True) if value > 0]
         if points:
             spread.append(_series(run["label"], index, *zip(*points, strict=True)))
     charts = [
@@ -97,8 +88,9 @@ def result_picture(result: dict[str, Any]) -> str:
         Chart(
             "difference",
             "Difference of the loss from one device",
-            "log10 of its share of the loss",
+            "a share of the loss",
             tuple(spread),
+            is_log=True,
         ),
     ]
     return picture(charts, names=[run["label"] for run in result["runs"]])

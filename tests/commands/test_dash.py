@@ -24,6 +24,7 @@ from weft.cli import main
 from weft.commands.dash_runs import LOOK_S, MOST_OPEN, MOST_PAGES, FollowedRuns, FollowedStatus
 from weft.commands.status import run_status
 from weft.errors import EXIT_OK, EXIT_USER, UserError
+from weft.prove.losses import StepLosses, keep_losses
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import RunHistory
@@ -152,6 +153,15 @@ def test_an_appended_event_is_reported_and_shown(root: Path, client: Client) -> 
     loss = data_of(page)["charts"][0]["series"][0]
     assert loss["y"] == [3, 2, 1.25]
     assert "1.2500" in client.get("/")[1]
+
+
+def test_losses_of_one_device_appear_when_they_are_kept(root: Path, client: Client) -> None:
+    path = "/report?run=one"
+    (before,) = re.findall(r'data-version="(\w+)"', client.get(path)[1])
+    keep_losses(root / "one", [StepLosses(1, 3.0, 3.0 * (1 + 1e-7), 1e-6)])
+    _, page, _ = client.get(path)
+    assert f'data-version="{before}"' not in page
+    assert "Difference from one device" in [chart["title"] for chart in data_of(page)["charts"]]
 
 
 def test_a_new_run_appears_in_the_list(root: Path, client: Client) -> None:

@@ -50,6 +50,29 @@ def listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[st
     return answer
 
 
+@pytest.mark.parametrize("content", [b"", b"\x93\xff\n" * 9])
+def test_a_run_without_an_event_that_can_be_read_has_failed_and_hides_no_other(
+    content: bytes, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write_run(runs / "spoiled", [1.0]) / "events.jsonl").write_bytes(content)
+    states = {run["name"]: run["state"] for run in listed([str(runs)], capsys)}
+    assert len(states) == 4
+    assert states["spoiled"] == "failed"
+    assert main(["status", str(runs / "spoiled")]) == EXIT_OK
+    assert "no event of the run is recorded" in capsys.readouterr().out
+
+
+def test_states_are_the_same_words_in_every_command(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(runs / "killed", [1.0], status="")
+    states = {run["name"]: run["state"] for run in listed([str(runs)], capsys)}
+    assert main(["compare", str(runs / "one"), str(runs / "killed"), "--json"]) == EXIT_OK
+    compared = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["state"] for run in compared] == [states["one"], states["killed"]]
+    assert [run["state"] for run in compared] == ["done", "failed"]
+
+
 def test_every_run_below_a_folder_has_a_row(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(runs)]) == EXIT_OK
     title, *rows = capsys.readouterr().out.splitlines()

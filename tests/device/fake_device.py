@@ -265,7 +265,7 @@ def counts_of(
     comm = Comm(mesh, layout.rank, transport)
     with fake_mode:
         step = build_training.build_step(run, comm)
-        batches = _batches(run, comm)
+        batches = batches_of(run, comm)
     ordered = OrderedOperations(streams) if checks_streams else nullcontext()
     with fake_mode, recorder, cuda_streams(streams), even_expert_loads(recorder):
         step(batches, lr=1e-3)
@@ -315,7 +315,8 @@ def _late_syncs(step: TrainStep, recorder: Recorder, batches) -> dict[str, int] 
     return dict(waits)
 
 
-def _batches(run: Run, comm: Comm):
+def batches_of(run: Run, comm: Comm):
+    """The micro-batches of a step of a rank, all alike."""
     shape = (run.batch.micro_size, run.data.seq_len + 1)
     tokens = torch.zeros(shape, dtype=torch.int64)
     batch = token_batch(tokens[:, :-1], tokens[:, 1:])

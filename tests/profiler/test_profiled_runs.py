@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import time
@@ -54,6 +56,12 @@ def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert trace(words) == EXIT_OK
     return capsys.readouterr().out
+
+
+def say_page(capsys: pytest.CaptureFixture[str], page: Path, *words: str) -> str:
+    """The page that the command writes."""
+    say(capsys, *words, "--html", str(page))
+    return page.read_text()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,6 +148,29 @@ def test_a_slow_rank_is_named(
     page = (tmp_path / "x.html").read_text()
     assert "slow: rank 3 (pp1 dp1)" in page
     assert not re.search(r"(src|href)\s*=|https?://|@import|@[A-Z]+@", page)
+
+
+def test_the_losses_of_one_device_stand_below_the_lanes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = train(tmp_path, "--mesh", "pp2 dp2", "--profile", "2:4")
+    page = tmp_path / "x.html"
+    assert "data-chart" not in say_page(capsys, page, str(out))
+    text = say(capsys, str(out), "--one-device", "4", "--html", str(page))
+    assert "step   4  loss " in text
+    assert "the losses of 4 steps are equal to those of one device" in text.replace("\n  ", " ")
+    drawn = page.read_text()
+    assert drawn.count("<figure data-chart") == 2
+    assert all(name in drawn for name in ("Loss beside one device", '<th scope="row">4</th>'))
+    scripts = re.findall(r"<script>(.*?)</script>", drawn, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
+    assert re.findall(r"'sha256-(.*?)'", drawn) == [digest.decode() for digest in digests]
+    assert not re.search(r"(src|href)\s*=|@import|@[A-Z]+@", drawn)
+    assert main(["prove", str(out), "--first", "6"]) == EXIT_OK
+    losses = json.loads(say(capsys, str(out), "--json"))["losses"]
+    recorded = [event["loss"] for event in read_events(out / "events.jsonl") if "lr" in event]
+    assert [each["recorded"] for each in losses] == recorded
+    assert all(each["relative"] <= each["bound"] < 1e-3 for each in losses)
 
 
 def test_the_trace_for_perfetto_nests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,15 @@ def test_the_newest_whole_profile_is_read_and_missing_ranks_are_named(tmp_path: 
         read_profile(tmp_path / "profile")
 
 
+def test_a_profile_that_is_still_to_come_is_told_apart_from_none(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('profile = "200:260"\n')
+    with pytest.raises(UserError, match="it has not begun with steps 200:260"):
+        read_profile(tmp_path)
+    new_profile_folder(tmp_path)
+    with pytest.raises(UserError, match="profile/1: has no records yet"):
+        read_profile(tmp_path)
+
+
 def test_ranks_of_other_hosts_are_put_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     first, second = records()
     first = replace(first, header=replace(first.header, origin_s=100.0))

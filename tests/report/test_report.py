@@ -218,6 +218,12 @@ def test_a_png_without_its_package_or_a_font_is_one_line(
     assert not (one / "report.html").exists()
 
 
+def test_a_run_that_was_killed_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0], status="")
+    assert main(["report", str(folder)]) == EXIT_OK
+    assert "the end of the run is not recorded" in (folder / "report.html").read_text()
+
+
 def test_a_legend_has_as_many_names_as_there_is_room_for(tmp_path: Path) -> None:
     names = [f"lr=1e-{number},global_size=8" for number in range(8)]
     runs = []

@@ -23,7 +23,7 @@ from weft.train import straggler
 from weft.train.straggler import WINDOW, StragglerWatch
 
 CARD = re.compile(r'<div class="card (\w+)">\s*<h3>(.*?)</h3>(.*?)</div>', re.DOTALL)
-RIGHT, FAST = "Is it right?", "How fast is it?"
+RIGHT, FIT, FAST = "Is it right?", "Does it fit?", "How fast is it?"
 
 
 def cards_of(page: str) -> dict[str, tuple[str, str]]:
@@ -52,7 +52,9 @@ def test_a_spike_of_the_loss_is_named_with_its_step_and_its_samples(
     spoil(monkeypatch, "loss", 100.0)
     keys = ["--guard.spike", "3", "--mesh", "dp2", "--steps", str(bad + 2)]
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
-    kind, answer = page_of(out)[RIGHT]
+    found = page_of(out)
+    assert found[FIT][0] == "good"
+    kind, answer = found[RIGHT]
     assert kind == "bad"
     assert "; 1 finding of guards" in answer
     assert re.search(rf"guard: step {bad + 1}: the loss is .*samples? \d", answer)
@@ -69,7 +71,9 @@ def test_a_slow_rank_is_named_with_how_much_it_is_slower(
     text, out = write_text(tmp_path), tmp_path / "run"
     keys = ["--steps", str(3 * WINDOW), "--mesh", "dp2", "--batch.global_size", "2"]
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
-    kind, answer = page_of(out)[FAST]
+    found = page_of(out)
+    assert found[FIT][0] == "good"
+    kind, answer = found[FAST]
     assert kind == "bad"
     assert (
         f"rank 1 (dp1) on {socket.gethostname()} is slow: it works 100 ms a step, 5.0 times"

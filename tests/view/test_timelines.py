@@ -129,7 +129,9 @@ def test_the_page_needs_no_other_file_and_shows_every_span() -> None:
     page = html(timeline, title="tp2 </script><b>")
     assert not re.search(r"(src|href)\s*=|https?://|@import|@[A-Z]+@", page)
     assert "tp2 &lt;/script&gt;&lt;b&gt;" in page
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    found = re.search(
+        r'<script id="timelines" type="application/json">(.*?)</script>', page, re.DOTALL
+    )
     assert found is not None
     data = json.loads(found[1])
     shown = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.run_list import run_folder_of
+from weft.commands.status import run_status
 from weft.config.command_options import JsonOptions, read_options
 from weft.config.run_files import different_keys
 from weft.errors import EXIT_OK, Fault, UserError, printable
@@ -71,7 +73,7 @@ class ComparedRun:
         """
         from weft.report.recorded_values import RunRecord  # late: it imports numpy
 
-        run = RunRecord.read(folder)
+        run = RunRecord.read(folder, state=run_status(folder, now_s=time.monotonic()).state)
         losses = dict(zip(run.steps.tolist(), run.columns["loss"].tolist(), strict=True))
         return ComparedRun(str(folder), run.config, run.unit, losses, _figures(run))
 

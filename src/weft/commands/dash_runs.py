@@ -18,6 +18,7 @@ from weft.commands.status import EVENTS, TAIL_BYTES, UNDER_WAY, RunStatus, statu
 from weft.config.keys import Flat
 from weft.config.run_files import RUN_FILE, stored_config
 from weft.errors import Fault, UserError
+from weft.prove.losses import FILE as LOSSES
 from weft.report.live_list import ListRow, list_page
 from weft.report.page import LiveSource, report_page
 from weft.report.recorded_values import RunRecord
@@ -255,9 +256,9 @@ class FollowedRuns:
     def _version_of(self, keys: Sequence[str]) -> str:
         return _digest([self._stamp(self._folder(key)) for key in keys])
 
-    def _stamp(self, folder: Path) -> tuple[FileStamp, FileStamp, str]:
-        files = FileStamp.of(folder / EVENTS), FileStamp.of(folder / RUN_FILE)
-        return *files, self._state(folder)
+    def _stamp(self, folder: Path) -> tuple[list[FileStamp], str]:
+        files = [FileStamp.of(folder / name) for name in (EVENTS, RUN_FILE, LOSSES)]
+        return files, self._state(folder)
 
     def _state(self, folder: Path) -> str:
         followed = self._rows.setdefault(folder, self._followed(folder))

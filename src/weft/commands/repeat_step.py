@@ -11,7 +11,7 @@ from typing import Any
 from weft.comm.comm import Comm
 from weft.config.schema import GuardConfig
 from weft.core.mesh import Mesh
-from weft.prove.recorded_run import relative_difference
+from weft.prove.losses import relative_difference
 from weft.run.run_ranks import run_ranks
 from weft.train.build import RunSteps
 from weft.train.guard import FailedStep, StepGuard, samples_text

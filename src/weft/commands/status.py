@@ -16,6 +16,7 @@ from weft.checkpoint.folder import next_command
 from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
 from weft.config import toml
 from weft.config.command_options import JsonOptions, read_options
+from weft.config.run_files import RUN_FILE
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, printable
 from weft.models import FAMILIES
@@ -222,6 +223,10 @@ def status_of(
         UserError: there is no run in the folder.
     """
     lock = find_lock(folder) if folder.is_dir() else None
+    is_run = (folder / RUN_FILE).is_file() and (folder / EVENTS).is_file()
+    if lock is None and not events and is_run:
+        text = "no event of the run is recorded, or none can be read (killed at its start?)"
+        return RunStatus(run=str(folder), state="failed", text=text)
     if lock is None and not events:
         fault = Fault(
             "weft status",

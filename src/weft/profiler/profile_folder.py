@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.config.profiled_steps import KEY
+from weft.config.run_files import stored_config
 from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, counted
 from weft.profiler.rank_records import RankRecords, file_name, read_records
@@ -15,6 +17,8 @@ FOLDER = "profile"
 CONFIG_FILE = "run.toml"
 """The config of the start that was profiled, beside the records."""
 PLAN_FILE = "plan.json"
+RECORDS = "rank-*.jsonl"
+"""Files of ranks."""
 MOST_NAMED = 3
 """Missing files that a message names."""
 
@@ -77,6 +81,10 @@ def read_profile(run_folder: Path, number: int | None = None) -> Profile:
     if not numbers:
         fix = "resume the run with --profile and steps that are still to come"
         what = "no steps of the run were recorded"
+        wanted = stored_config(run_folder).get(KEY)
+        if wanted is not None:
+            what = f"{what}: it has not begun with steps {wanted}"
+            fix = f"wait for the end of these steps, or {fix}"
         raise UserError(Fault(str(run_folder), what, need=f"a folder {FOLDER}", fix=fix))
     if number is None:
         number = next(
@@ -87,6 +95,10 @@ def read_profile(run_folder: Path, number: int | None = None) -> Profile:
         fix = f"--number {numbers[-1]}"
         raise UserError(Fault("number", "there is no such profile", str(number), need, fix))
     folder = run_folder / FOLDER / str(number)
+    if not any(folder.glob(RECORDS)):
+        what = "has no records yet: they are written when the last step has ended"
+        fix = "wait for that; of a run that was killed before, resume it with --profile and later steps"
+        raise UserError(Fault(str(folder), what, fix=fix))
     first = _records_of(folder, rank=0)
     mesh = Mesh.parse(first.header.mesh)
     _check_complete(folder, mesh.size)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from weft.errors import counted
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
+from weft.prove.losses import StepLosses, relative_difference
 from weft.prove.proof import bounds_text, reference, skipped_steps
 from weft.prove.reference import Reference
 from weft.prove.reference_trace import TensorKey
@@ -131,6 +132,11 @@ def prove_recorded(
         passes=(result,),
         seconds=time.perf_counter() - start,
         command=f"weft prove {shlex.quote(str(folder / 'run.toml'))}",
+        losses=tuple(
+            StepLosses(each.step, each.recorded, each.alone, each.bound)
+            for each in comparisons
+            if each.number == "loss"
+        ),
     )
 
 
@@ -188,15 +194,3 @@ def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
         bound = PhaseBound(number, len(own), largest.relative, largest.bound, closest)
         found.append(bound)
     return found
-
-
-def relative_difference(actual: float, expected: float) -> float:
-    """Absolute difference over the expected magnitude; infinite if one number alone is not finite,
-    0 if neither is: gradients that overflow have a norm of inf or NaN, by the order of sums.
-    """
-    num_finite = math.isfinite(actual) + math.isfinite(expected)
-    if num_finite == 0:
-        return 0.0
-    if num_finite == 1:
-        return math.inf
-    return abs(actual - expected) / max(abs(expected), 1e-30)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from weft.errors import counted
+from weft.prove.losses import StepLosses
 from weft.prove.report_text import ranks_text, wrapped
 
 Phase = Literal[
@@ -170,6 +171,7 @@ class ProofReport:
         against: what the layout is compared with.
         covered: the parts of a run that were compared.
         uncovered: the other parts that this run has, and how to prove them.
+        losses: of each step, where recorded ones were compared.
     """
 
     layout: str
@@ -187,6 +189,7 @@ class ProofReport:
     against: str = "one device"
     covered: tuple[str, ...] = ()
     uncovered: tuple[str, ...] = ()
+    losses: tuple[StepLosses, ...] = ()
 
     @staticmethod
     def of_error(error: str, *, layout: str, model: str, steps: int) -> ProofReport:
@@ -287,6 +290,7 @@ class ProofReport:
             "reduced": {key: list(values) for key, values in self.reduced.items()},
             "command": self.command,
             "notes": list(self.notes),
+            "losses": [_as_json(asdict(each)) for each in self.losses],
             "smallest": None if self.smallest is None else self.smallest.to_dict(),
         }
 

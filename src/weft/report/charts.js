@@ -5,6 +5,7 @@
   let data = read();
   const x = get("x"), log = get("log"), smooth = get("smooth");
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const WHOLE = [...Array(15).keys()].flatMap(power => [1, 2, 5].map(factor => factor * 10 ** power));  // steps, tokens
   let plots = [];
 
   // From a step to the chosen x, between the places where it is known.
@@ -21,7 +22,7 @@
   // Exponential moving average over steps, without a bias at the start; at 0 the curve itself.
   function smoothed(series) {
     const share = smooth.value / 100;
-    if (!share || series.style !== "line") return [series.x, series.y];
+    if (!share || series.style === "points") return [series.x, series.y];
     const xs = series.mx || series.x, ys = series.my || series.y;
     const width = Math.pow(share, 3) * 0.2 * Math.max(1, xs[xs.length - 1] - xs[0]) + 1;
     let sum = 0, weight = 0;
@@ -38,8 +39,12 @@
     const size = Math.abs(value);
     if (size >= 1e9) return +(value / 1e9).toPrecision(4) + " B";
     if (size >= 1e6) return +(value / 1e6).toPrecision(4) + " M";
+    if (size && size < 1e-4) return (+value.toPrecision(3)).toExponential();
     return size >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
   }
+
+  // Of the splits of a logarithmic axis those that are powers of ten.
+  function decades(_, splits) { return splits.map(value => Number.isInteger(+Math.log10(value).toFixed(6)) ? value : null); }
 
   function draw(plot) {
     const loud = data.marks.filter(mark => mark.kind !== "save" && mark.kind !== "note");
@@ -76,14 +81,15 @@
 
   function open(figure) {
     const chart = data.charts[figure.dataset.chart], holder = figure.querySelector(".plot");
+    const isLog = chart.log || log.checked;
     const tables = chart.series.map(series => {
       const [xs, ys] = smoothed(series);
-      return [xs.map(step => place(series.run, step)), log.checked ? ys.map(y => y > 0 ? y : null) : ys];
+      return [xs.map(step => place(series.run, step)), isLog ? ys.map(y => y > 0 ? y : null) : ys];
     });
     const axis = { stroke: colour("dim"), grid: { stroke: colour("rule"), width: 1 }, ticks: { show: false }, values: (_, ticks) => ticks.map(t => t === null ? "" : number(t)) };
     const series = chart.series.map(each => {
       const stroke = colour("s" + each.colour), few = each.style === "points" || each.x.length === 1;
-      return { label: each.label, stroke, width: few ? 0 : 1.5, spanGaps: true,
+      return { label: each.label, stroke, width: few ? 0 : 1.5, spanGaps: true, dash: each.style === "dashes" ? [6, 4] : undefined,
         points: few ? { show: true, size: 7, fill: stroke, stroke } : { show: false },
         value: (_, v) => v === null || v === undefined ? "-" : number(v) + (chart.unit ? " " + chart.unit : "") };
     });
@@ -92,8 +98,11 @@
     const plot = new uPlot({
       width: holder.clientWidth, height: Math.max(190, Math.min(260, holder.clientWidth * 0.5)), padding: [8, 12, 0, 0],
       cursor: { sync: { key: "report" }, drag: { x: true, y: false } }, legend: { live: true },
-      scales: { x: { time: false }, y: { distr: log.checked ? 3 : 1 } },
-      axes: [{ ...axis, space: 60, size: 30 }, { ...axis, size: 64 }],
+      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
+      axes: [
+        { ...axis, space: 60, size: 30, ...(x.value === "hours" ? {} : { incrs: WHOLE }) },
+        { ...axis, size: 64, grid: { ...axis.grid, ...(isLog ? { filter: decades } : {}) } },
+      ],
       series: [{ label: x.options[x.selectedIndex].text, value: (_, v) => number(v) }, ...series],
       hooks: { draw: [draw], setCursor: [rest] },
     }, uPlot.join(tables), holder);

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from weft.core.dimension import pipeline_axis
+from weft.errors import counted
 from weft.report.downsample import Curve, downsampled
 from weft.report.figures import measured_memory_text, mfu_text
 from weft.report.recorded_values import Column, RunRecord
@@ -24,6 +25,9 @@ LEAST_POINTS_OF_BLOCK = 50
 MIB, GIB = 2.0**20, 2.0**30
 REWARDS = "Mean reward of chosen answers minus that of rejected ones: beta times log-probabilities (docs/finetuning.md)."
 KL = "How far the model is from its reference, as KTO estimates it."
+DIFFERENCE = "Difference from one device"
+SHARE = "A share of the loss; bound: what rounding explains."
+"""Of the difference from one device."""
 LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
 
 
@@ -34,7 +38,7 @@ class ChartSeries:
     Attributes:
         run: number of its run.
         colour: number of its colour.
-        style: "points" are not joined and not smoothed.
+        style: "points" are not joined and not smoothed, "dashes" show what lies below them.
     """
 
     label: str
@@ -51,6 +55,7 @@ class Chart:
     Attributes:
         key: of the chart in files.
         note: what a reader must know of it.
+        is_log: whether the y axis is always logarithmic; all values are above 0.
     """
 
     key: str
@@ -58,6 +63,7 @@ class Chart:
     unit: str
     series: tuple[ChartSeries, ...]
     note: str = ""
+    is_log: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,49 @@ def charts(runs: Sequence[RunRecord]) -> tuple[Chart, ...]:
     most = min(MOST_POINTS, max(LEAST_POINTS, POINTS_OF_PAGE // num_curves))
     found = [_chart(measure, runs, most) for measure in MEASURES]
     found.insert(len(MEASURES) - 1, _memory(runs, most))
+    found[1:1] = one_device_charts(runs, most)
     found.extend(_of_blocks(field, title, runs, most) for field, title in BLOCK_MEASURES.items())
     return tuple(chart for chart in found if chart.series)
+
+
+def one_device_charts(runs: Sequence[RunRecord], most: int = MOST_POINTS) -> tuple[Chart, ...]:
+    """The losses that were compared with one device: those of a single run over those of one device,
+    and how far each run is apart; without series where no loss was compared.
+    """
+    beside: list[ChartSeries] = []
+    apart: list[ChartSeries] = []
+    for index, run in enumerate(runs):
+        recorded, alone, bound, relative = _compared_losses(run, most)
+        if len(runs) > 1:
+            apart.append(ChartSeries(run.name, index, index, relative))
+            continue
+        beside.append(ChartSeries("layout", index, 0, recorded))
+        beside.append(ChartSeries("one device", index, 1, alone, "dashes"))
+        apart.append(ChartSeries("difference", index, 2, relative))
+        apart.append(ChartSeries("bound", index, 7, bound, "dashes"))
+    num_equal = sum(each.relative == 0 for run in runs for each in run.losses)
+    note = SHARE
+    if num_equal:
+        note = f"{SHARE} Equal in every digit, so not drawn: {counted(num_equal, 'step')}."
+    unit = loss_unit(runs[0].unit).strip()
+    return (
+        Chart("one_device", "Loss beside one device", unit, _drawn(beside)),
+        Chart("difference", DIFFERENCE, "", _drawn(apart), note, is_log=True),
+    )
+
+
+def _compared_losses(run: RunRecord, most: int) -> Iterator[Curve]:
+    """Losses of the run and of one device, bounds, and differences above 0."""
+    steps = np.array([each.step for each in run.losses], dtype=np.float64)
+    for field in ("recorded", "alone", "bound", "relative"):
+        values = np.array([getattr(each, field) for each in run.losses], dtype=np.float64)
+        if field in ("bound", "relative"):
+            values[values <= 0] = np.nan
+        yield downsampled(steps, values, most=most)
+
+
+def _drawn(series: Sequence[ChartSeries]) -> tuple[ChartSeries, ...]:
+    return tuple(each for each in series if each.curve.total)
 
 
 def _chart(measure: Measure, runs: Sequence[RunRecord], most: int) -> Chart:

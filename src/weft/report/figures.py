@@ -1,4 +1,4 @@
-"""The answers and figures of a report: is it right, how much memory, how fast is it; final figures; rows of the config."""
+"""The answers and figures of a report: is it right, does it fit, how fast is it; final figures; rows of the config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.errors import counted, printable
+from weft.prove.losses import StepLosses
+from weft.report.loss_jumps import LossJump, loss_jumps
 from weft.report.recorded_values import RunRecord
 from weft.report.run_history import number
 from weft.view.progress import loss_unit
@@ -17,6 +19,10 @@ from weft.view.quantity import clock, count, memory, percent, short_time
 
 GUARDED = ("nonfinite", "spike", "digest")
 """Kinds of marks after which a run is not taken for right without a look."""
+OUT_OF_MEMORY = "out of memory"
+"""In the error of a run that found no more."""
+FULL_SHARE = 0.9
+"""Of the memory, above which the next evaluation or save may not fit."""
 MOST_LINES = 3
 """Of findings of one kind."""
 
@@ -37,17 +43,29 @@ class ReportAnswer:
 
 
 def answers(run: RunRecord) -> tuple[ReportAnswer, ...]:
-    """Is it right, how much memory, how fast is it."""
+    """Is it right, does it fit, how fast is it."""
     return (_proof(run), _memory(run), _speed(run))
 
 
 def _proof(run: RunRecord) -> ReportAnswer:
-    text, kind, lines = _verdict(run)
+    text, kind, lines = _with_losses(run, *_verdict(run))
     found = [mark for mark in run.marks if mark.kind in GUARDED]
     if found:
         text, kind = f"{text}; {counted(len(found), 'finding')} of guards", "bad"
         lines += [mark.text for mark in found[:MOST_LINES]]
+    if not number(run.config.get("guard.spike")) > 0:
+        jumps = sorted(loss_jumps(run.columns["loss"]), key=lambda jump: -jump.ratio)
+        lines += [_jump_text(run, jump) for jump in jumps[:MOST_LINES]]
+        if jumps and kind != "bad":
+            text, kind = f"{text}; the loss jumps in {counted(len(jumps), 'step')}", "plain"
     return ReportAnswer("Is it right?", text, kind, tuple(map(printable, lines)))
+
+
+def _jump_text(run: RunRecord, jump: LossJump) -> str:
+    return (
+        f"step {run.steps[jump.at]}: the loss is {jump.loss:.4g}, {jump.ratio:.3g} times the median"
+        f" {jump.median:.4g} of those before; guard.spike names the samples"
+    )
 
 
 def _verdict(run: RunRecord) -> tuple[str, str, list[str]]:
@@ -69,8 +87,41 @@ def _verdict(run: RunRecord) -> tuple[str, str, list[str]]:
     return "not proved", "plain", ["This start was not compared with one device."]
 
 
+def _with_losses(
+    run: RunRecord, text: str, kind: str, lines: list[str]
+) -> tuple[str, str, list[str]]:
+    """A verdict with what the losses beside those of one device say, whatever start they are of."""
+    if not run.losses:
+        return text, kind, lines
+    lines = [*lines, losses_text(run.losses)]
+    if not all(each.is_equal for each in run.losses):
+        return "differs from one device", "bad", lines
+    is_of_start = run.losses[-1].step > number(run.start.get("start_step", 0))
+    if not run.proofs and is_of_start:
+        return "losses equal to one device", "good", lines[1:]
+    return text, kind, lines
+
+
+def losses_text(losses: Sequence[StepLosses]) -> str:
+    """How far the losses of some steps are from those of one device, as one sentence."""
+    is_equal = all(each.is_equal for each in losses)
+    most = max(losses, key=lambda each: each.relative / (1.0 if is_equal else each.bound))
+    steps = f"step {losses[0].step}" if len(losses) == 1 else f"{len(losses)} steps"
+    verdict = "equal to" if is_equal else "NOT equal to"
+    return (
+        f"the losses of {steps} are {verdict} those of one device: {most.relative:.1e} apart in step"
+        f" {most.step}, the most, where rounding explains {most.bound:.1e}"
+    )
+
+
 def _memory(run: RunRecord) -> ReportAnswer:
+    of_start = run.columns["mem_bytes"][run.last_start]
+    finite = of_start[np.isfinite(of_start)]
+    most = float(finite.max()) if finite.size else math.nan
+    text, kind = _fit(run, most)
     lines = []
+    if math.isfinite(most) and math.isfinite(_memory_share(run, most)):
+        lines.append(_fullest_text(run, most))
     measured = number(run.prediction.get("measured_bytes"))
     place = run.prediction.get("memory_of")
     predicted = number(
@@ -78,11 +129,51 @@ def _memory(run: RunRecord) -> ReportAnswer:
     )
     if math.isfinite(measured) and math.isfinite(predicted):
         both = f"predicted {memory(predicted)}, measured {memory(measured)}"
-        lines.append(f"{both}: tensors on {printable(str(place))}")
-    of_start = run.columns["mem_bytes"][run.last_start]
-    finite = of_start[np.isfinite(of_start)]
-    text = f"{memory(float(finite.max()))} on the fullest rank" if finite.size else "no step yet"
-    return ReportAnswer("How much memory?", text, "plain", tuple(lines))
+        lines.append(f"{both}: tensors on {place}")
+    if OUT_OF_MEMORY in _error(run):
+        lines.append(_error(run).splitlines()[0])
+    return ReportAnswer("Does it fit?", text, kind, tuple(map(printable, lines)))
+
+
+def _fit(run: RunRecord, most: float) -> tuple[str, str]:
+    """Whether the fullest rank fits into the memory: text and kind.
+
+    Args:
+        most: bytes; NaN before the first step.
+    """
+    if OUT_OF_MEMORY in _error(run):
+        is_known = f"{OUT_OF_MEMORY}?" not in _error(run)
+        return ("no: out of memory" if is_known else "perhaps not: a rank was killed"), "bad"
+    if not math.isfinite(most):
+        return "no step yet", "plain"
+    share = _memory_share(run, most)
+    if not math.isfinite(share):
+        return f"{memory(most)} on the fullest rank", "plain"
+    is_shared = number(run.start.get("memory_ranks")) > 1
+    text = f"{'at most ' if is_shared else ''}{percent(share)} of the memory"
+    if share <= FULL_SHARE:
+        return f"yes: {text}", "good"
+    return (text, "plain") if is_shared else (f"barely: {text}", "bad")
+
+
+def _error(run: RunRecord) -> str:
+    return str(run.end.get("error", ""))
+
+
+def _memory_share(run: RunRecord, most: float) -> float:
+    """The share of the memory that its ranks need, if each needs as much as the fullest; NaN where
+    the memory is not known.
+    """
+    num_bytes, ranks = (number(run.start.get(name)) for name in ("memory_bytes", "memory_ranks"))
+    return most * ranks / num_bytes if num_bytes > 0 else math.nan
+
+
+def _fullest_text(run: RunRecord, most: float) -> str:
+    num_bytes, ranks = number(run.start.get("memory_bytes")), number(run.start.get("memory_ranks"))
+    fullest = f"{memory(most)} on the fullest rank"
+    if ranks == 1:
+        return f"{fullest}, of {memory(num_bytes)}"
+    return f"{fullest}; {count(ranks)} ranks, counted as full, share {memory(num_bytes)}"
 
 
 def stage_memory(run: RunRecord) -> tuple[tuple[str, str, str], ...]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft import __version__
-from weft.report.page import LiveSource, page_css, page_template, policy, script_file
+from weft.report.chart_part import page_template, text_file
+from weft.report.page import LiveSource, page_css, policy
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def list_page(
         sort: the column by which the rows are sorted.
         most: how many runs one page shows.
     """
-    script = script_file("live.js")
+    script = text_file("live.js")
     return page_template("run_list.html").render(
         title=title,
         csp=policy([script], live=True),

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from weft import __version__
 from weft.config.run_files import different_keys
 from weft.errors import printable
-from weft.report.charts import Chart, ChartSeries, charts
+from weft.report.chart_part import (
+    SCRIPTS,
+    chart_css,
+    chart_data,
+    drawn_charts,
+    page_template,
+    text_file,
+)
+from weft.report.charts import Chart, charts
 from weft.report.figures import (
     answers,
     config_rows,
@@ -30,22 +32,13 @@ from weft.report.figures import (
 )
 from weft.report.heat_map import expert_heat_map
 from weft.report.mesh_picture import mesh_picture
-from weft.report.recorded_values import Mark, RunRecord
-from weft.report.svg_charts import COLOURS, DARK, PALETTE, chart_svg, style
+from weft.report.recorded_values import RunRecord
+from weft.report.svg_charts import COLOURS
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-SCRIPTS = ("uplot.js", "charts.js")
 LIVE_SCRIPTS = (*SCRIPTS, "live.js")
 MOST_MARKS = 300
 """Events of a run that the table lists, the newest."""
-MOST_LINES = 3
-"""Lines across a chart of one kind of event and run, the newest."""
 MOST_TEXTS = 20
-MOST_TEXT_CHARS = 20_000
-NUM_PLACES = 400
-"""Steps at which tokens and hours are known; between them they are interpolated."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +69,17 @@ def report_page(
     found = charts(runs)
     tabled = [*runs, *others]
     configs = [dict(run.config) for run in tabled]
-    scripts = list(map(script_file, LIVE_SCRIPTS if live else SCRIPTS))
+    scripts = list(map(text_file, LIVE_SCRIPTS if live else SCRIPTS))
     return page_template("page.html").render(
         title=" · ".join(printable(run.name) for run in runs),
         csp=policy(scripts, live=live is not None),
         css=page_css(),
         live=live,
         scripts=scripts,
-        data=_data(runs, found),
+        data=chart_data(runs, found),
         runs=runs,
         tabled=tabled,
-        charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
+        charts=drawn_charts(runs, found),
         answers=[(run, answers(run)) for run in runs],
         figures=_by_name([final_figures(run) for run in tabled]),
         heat_maps=[(run, expert_heat_map(run)) for run in runs],
@@ -104,19 +97,6 @@ def report_page(
     )
 
 
-def page_template(name: str) -> Template:
-    """A template of this package: every text is escaped, and the filter `lines` writes out its control
-    characters.
-    """
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: 60 ms to import
-
-    environment = Environment(
-        loader=PackageLoader("weft.report", "."), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["lines"] = _lines
-    return environment.get_template(name)
-
-
 def policy(scripts: Sequence[str], *, live: bool) -> str:
     """The content security policy of a page: these scripts may run, and a live page may read its
     server.
@@ -131,58 +111,22 @@ def policy(scripts: Sequence[str], *, live: bool) -> str:
 
 def live_policy() -> str:
     """The policy of the server of live pages: their scripts, of which each page allows its own."""
-    return policy(list(map(script_file, LIVE_SCRIPTS)), live=True)
-
-
-def script_file(name: str) -> str:
-    """A script or style sheet of this package."""
-    return resources.files("weft.report").joinpath(name).read_text(encoding="utf-8")
+    return policy(list(map(text_file, LIVE_SCRIPTS)), live=True)
 
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _lines(text: object) -> str:
-    """A text with control characters, but line ends and tabs, written out."""
-    shortened = str(text)[:MOST_TEXT_CHARS].expandtabs(4)
-    return "\n".join(map(printable, shortened.split("\n")))
-
-
 def page_css() -> str:
     """The style of pages, in light and dark."""
-    light = "".join(f"--{name}:{value};" for name, value in PALETTE.items())
-    dark = "".join(f"--{name}:{value};" for name, value in DARK.items())
-    media = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    return "\n".join(
-        [
-            f":root {{ {light} }}",
-            media,
-            style({name: f"var(--{name})" for name in PALETTE}),
-            script_file("uplot.css"),
-            script_file("page.css"),
-        ]
-    )
+    return f"{chart_css()}\n{text_file('page.css')}"
 
 
 def _by_name(figures: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
     """A row for each figure that some run has."""
     rows = [(name, [each[name] for each in figures]) for name in figures[0]]
     return [(name, values) for name, values in rows if set(values) - {"-"}]
-
-
-def _across(runs: Sequence[RunRecord]) -> list[Mark]:
-    """The marks of a single run, which are drawn across its charts."""
-    return list(_newest(runs[0].marks)) if len(runs) == 1 else []
-
-
-def _newest(marks: Sequence[Mark]) -> Iterator[Mark]:
-    """Of each kind the newest ones, so that a chart stays readable."""
-    seen: dict[str, int] = {}
-    for mark in reversed(marks):
-        seen[mark.kind] = seen.get(mark.kind, 0) + 1
-        if seen[mark.kind] <= MOST_LINES * 10:
-            yield mark
 
 
 def _left_out(found: Sequence[Chart]) -> list[str]:
@@ -194,57 +138,3 @@ def _left_out(found: Sequence[Chart]) -> list[str]:
                 shown = f"{len(series.curve.x):,} of {series.curve.total:,}"
                 texts.append(f"{printable(series.label)} ({chart.title.lower()}): {shown} points")
     return texts
-
-
-def _data(runs: Sequence[RunRecord], found: Sequence[Chart]) -> str:
-    """What the script of the page reads, as JSON that holds no markup."""
-    fields = {
-        "runs": [{"name": printable(run.name), "x": _places(run)} for run in runs],
-        "charts": [_chart_fields(chart) for chart in found],
-        "marks": [
-            {"run": index, "step": mark.step, "kind": mark.kind, "text": _lines(mark.text)[:200]}
-            for index, run in enumerate(runs)
-            for mark in _newest(run.marks)
-        ],
-    }
-    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _places(run: RunRecord) -> dict[str, list[float]]:
-    """Steps, with the tokens and the hours of training up to each."""
-    kept = np.unique(
-        np.linspace(0, len(run.steps) - 1, min(len(run.steps), NUM_PLACES)).astype(int)
-    )
-    columns = {"step": run.steps, "tokens": run.trained_tokens, "hours": run.hours}
-    return {name: _rounded(values[kept]) for name, values in columns.items()}
-
-
-def _chart_fields(chart: Chart) -> dict[str, Any]:
-    return {
-        "key": chart.key,
-        "title": chart.title,
-        "unit": chart.unit,
-        "series": [_series_fields(series) for series in chart.series],
-    }
-
-
-def _series_fields(series: ChartSeries) -> dict[str, Any]:
-    curve = series.curve
-    fields = {
-        "label": printable(series.label),
-        "run": series.run,
-        "colour": series.colour % len(COLOURS),
-        "style": series.style,
-        "x": _rounded(curve.x),
-        "y": _rounded(curve.y),
-    }
-    if not curve.is_whole:
-        fields |= {"mx": _rounded(curve.mean_x), "my": _rounded(curve.mean_y)}
-    return fields
-
-
-def _rounded(values: NDArray[Any]) -> list[float]:
-    """Round values to seven significant digits."""
-    rounded = (float(f"{value:.7g}") for value in values.tolist())
-    return [int(value) if value == int(value) else value for value in rounded]

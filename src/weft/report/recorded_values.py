@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from weft.config.run_files import stored_config
 from weft.errors import Fault, UserError
+from weft.prove.losses import StepLosses, kept_losses
 from weft.report.run_history import Event, RunHistory, number
 from weft.small_files import UnreadableFile
 from weft.train.event_lines import read_run_events
@@ -52,6 +53,7 @@ class RunRecord:
         proofs: verdicts of the last start: those before it may be of other layouts.
         samples: texts, the newest of each step.
         blocks: numbers of the blocks, the newest of each step.
+        losses: of steps that were compared with one device, beside its own.
         prediction, end: events; empty where there is none.
     """
 
@@ -69,6 +71,7 @@ class RunRecord:
     proofs: tuple[Event, ...]
     samples: tuple[Event, ...]
     blocks: tuple[Event, ...]
+    losses: tuple[StepLosses, ...]
     prediction: Event
     end: Event
 
@@ -114,6 +117,9 @@ class RunRecord:
             proofs=tuple(history.proofs),
             samples=tuple(history.samples[step] for step in sorted(history.samples)),
             blocks=tuple(history.blocks[step] for step in sorted(history.blocks)),
+            losses=kept_losses(
+                folder, dict(zip(history.steps, history.columns["loss"], strict=True))
+            ),
             prediction=history.prediction,
             end=end,
         )

@@ -29,6 +29,9 @@ LEGEND_PX = 30
 """Width of an entry of a legend beside its name."""
 QUIET_MARKS = ("save", "note")
 """Kinds without a line across the chart."""
+LEAST_DECIMAL = 0.01
+"""Smaller powers of ten have an exponent."""
+DASHES = "6 4"
 COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be123c", "#a16207", "#475569")
 PALETTE = {
     "bg": "#ffffff",
@@ -36,6 +39,7 @@ PALETTE = {
     "dim": "#57606a",
     "rule": "#e3e6ea",
     "mark": "#b42318",
+    "card": "#f6f8fa",
     **{f"s{index}": colour for index, colour in enumerate(COLOURS)},
 }
 """Name of a colour -> its value; the page has the same names as CSS variables."""
@@ -45,6 +49,7 @@ DARK = {
     "dim": "#9198a1",
     "rule": "#2a313a",
     "mark": "#ff7b72",
+    "card": "#161b22",
     **{
         f"s{index}": colour
         for index, colour in enumerate(
@@ -74,12 +79,17 @@ def style_of_picture() -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """Values along an axis, as positions in px."""
+    """Values along an axis, as positions in px.
+
+    Attributes:
+        low, high: its ends; of a logarithmic axis their logarithms to base 10, whole numbers.
+    """
 
     low: float
     high: float
     start: float
     end: float
+    is_log: bool = False
 
     @staticmethod
     def over(values: Sequence[float], *, start: float, end: float, room: float = 0.0) -> Axis:
@@ -88,14 +98,25 @@ class Axis:
         margin = (high - low or abs(high) or 1.0) * room
         return Axis(low - margin, high + margin, start, end)
 
+    @staticmethod
+    def of_decades(values: Sequence[float], *, start: float, end: float) -> Axis:
+        """A logarithmic axis that holds the values, which are above 0, between powers of ten."""
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        return Axis(low, max(high, low + 1), start, end, is_log=True)
+
     def at(self, value: float) -> float:
         """The position of a value."""
+        value = math.log10(value) if self.is_log else value
         return self.start + (value - self.low) / ((self.high - self.low) or 1.0) * (
             self.end - self.start
         )
 
     def ticks(self, *, least: float = 0.0) -> Iterator[float]:
-        """Round values, at least so far apart."""
+        """Round values, at least so far apart; powers of ten on a logarithmic axis."""
+        if self.is_log:
+            every = math.ceil((self.high - self.low) / MOST_TICKS)
+            yield from (10.0**power for power in range(int(self.low), int(self.high) + 1, every))
+            return
         span = self.high - self.low or 1.0
         size = 10.0 ** math.floor(math.log10(span))
         step = next(f * size for f in (0.1, 0.2, 0.5, 1, 2, 5) if span / (f * size) <= MOST_TICKS)
@@ -168,9 +189,10 @@ def _elements(
         end=width - RIGHT,
     )
     values = np.concatenate([series.curve.y for series in chart.series])
-    y_axis = Axis.over(
-        [float(values.min()), float(values.max())], start=HEIGHT - BOTTOM, end=TOP, room=0.05
-    )
+    ends = (float(values.min()), float(values.max()))
+    y_axis = Axis.over(ends, start=HEIGHT - BOTTOM, end=TOP, room=0.05)
+    if chart.is_log:
+        y_axis = Axis.of_decades(ends, start=HEIGHT - BOTTOM, end=TOP)
     heading = f"{chart.title}, {chart.unit}" if chart.unit else chart.title
     if _shares_colours(chart.series):
         heading += "; points are evaluations"
@@ -199,6 +221,8 @@ def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
         y = px(y_axis.at(value))
         yield element("line", x1=LEFT, x2=px(x_axis.end), y1=y, y2=y, **{"class": "rule"})
         label = count(value) if abs(value) >= 1000 else f"{value:.4g}"
+        if y_axis.is_log and value < LEAST_DECIMAL:
+            label = f"{value:.0e}"
         yield text_element(
             label, x=LEFT - 7, y=px(y_axis.at(value) + 4), text_anchor="end", **{"class": "dim"}
         )
@@ -217,7 +241,10 @@ def _curve(series: ChartSeries, x_axis: Axis, y_axis: Axis) -> str:
         dots = [element("circle", cx=x, cy=y, r=3.5, **{"class": f"f{colour}"}) for x, y in points]
         return "".join(dots)
     corners = " ".join(f"{x},{y}" for x, y in points)
-    return element("polyline", points=corners, stroke_width=1.5, **{"class": f"s{colour}"})
+    dashes = {"stroke_dasharray": DASHES} if series.style == "dashes" else {}
+    return element(
+        "polyline", points=corners, stroke_width=1.5, **dashes, **{"class": f"s{colour}"}
+    )
 
 
 def _legend(series: Sequence[ChartSeries], *, start: float, end: float) -> Iterator[str]:
@@ -234,7 +261,8 @@ def _legend(series: Sequence[ChartSeries], *, start: float, end: float) -> Itera
     x = end
     if num_shown < len(named):
         rest = f"and {len(named) - num_shown} more"
-        num_shown -= sum(widths[:num_shown]) + CHARACTER_PX * len(rest) > room
+        is_full = sum(widths[:num_shown]) + CHARACTER_PX * len(rest) > room
+        num_shown = max(0, num_shown - is_full)
         rest = f"and {len(named) - num_shown} more"
         yield text_element(rest, x=px(x), y=16, text_anchor="end", **{"class": "dim"})
         x -= CHARACTER_PX * len(rest) + 14

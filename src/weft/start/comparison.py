@@ -116,12 +116,13 @@ class MeasuredAndPredicted:
     rank_0_bytes: int = 0
     awaits_order: bool = False
 
-    def with_machine(self, event: Event, *, mesh_order: str) -> Event:
-        """The event; the `run` event with what is wrong with the order of its mesh's axes, and what
-        MFU is a share of, where steps will have it.
+    def with_machine(self, event: Event, *, memory: Event, mesh_order: str) -> Event:
+        """The event; the `run` event with the memory that there is, what is wrong with the order of
+        its mesh's axes, and what MFU is a share of, where steps will have it.
         """
         if event["event"] != "run":
             return event
+        event = {**event, **memory}
         if mesh_order:
             event = {**event, "mesh_order": mesh_order}
         if self.utilization is None:

@@ -21,6 +21,7 @@ from weft.errors import EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
 from weft.prove.against.support import check_support
+from weft.prove.losses import keep_losses
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
 from weft.prove.rows import STDLIB, Rows
@@ -147,7 +148,7 @@ def ignore_line(line: str) -> int:
 def prove_folder(
     folder: Path, *, first: int, show: Callable[[str], int] = ignore_line
 ) -> ProofReport:
-    """Compare the recorded steps of a run folder.
+    """Compare the recorded steps of a run folder, and keep the losses of one device in it.
 
     Args:
         first: steps.
@@ -173,5 +174,6 @@ def prove_folder(
     compared = steps[:first]
     subject = Subject.of_recorded(run, steps=len(compared))
     report = prove_recorded(folder, subject, compared, show=show)
+    keep_losses(folder, report.losses)
     coverage = recorded_coverage(run)
     return replace(report, covered=coverage.covered, uncovered=coverage.uncovered)

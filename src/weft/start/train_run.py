@@ -35,7 +35,7 @@ from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
-from weft.run.world import Attempt, World, detect
+from weft.run.world import Attempt, ThreadRendezvous, World, detect
 from weft.start.answer_here import AnswerHere, answer_here
 from weft.start.comparison import (
     MeasuredAndPredicted,
@@ -47,6 +47,7 @@ from weft.start.end_event import RecordFolder, end_of_joined_rank, end_of_local_
 from weft.start.joined import Watch, run_joined
 from weft.start.live_proof import LiveProof
 from weft.start.memory_before import check_memory
+from weft.start.memory_bound import machine_bytes
 from weft.start.proof_before import RunningProof, Verdict, start_proof
 from weft.start.report_at_end import report_at_end
 from weft.track.alert_process import alerts
@@ -58,7 +59,7 @@ from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.last_save import check_room
 from weft.train.loop import run_training
-from weft.train.out_of_memory import held_bytes, named_out_of_memory
+from weft.train.out_of_memory import AllocatedMemory, held_bytes, named_out_of_memory
 from weft.train.run_records import note_event
 from weft.train.sample_texts import GenerateText, SampleTexts
 from weft.train.step_check import ProofRecord
@@ -368,7 +369,9 @@ def train_rank(
                 if mesh_order:
                     log.emit({"event": "note", "text": mesh_order})
             opening_events = (
-                comparison.with_machine(event, mesh_order=mesh_order)
+                comparison.with_machine(
+                    event, memory=_memory_of(device, world), mesh_order=mesh_order
+                )
                 for event in training.opening_events
             )
             training = replace(training, opening_events=tuple(opening_events))
@@ -430,6 +433,17 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
 def cuda_name_of(device: torch.device) -> str:
     """The name that CUDA gives a device."""
     return torch.cuda.get_device_name(device)
+
+
+def _memory_of(device: torch.device, world: World) -> dict[str, Any]:
+    """The memory of the device of rank 0, and how many ranks of its size share it: processes on a
+    CPU do, while what is measured of threads is of all of them.
+    """
+    if device.type == "cuda":
+        num_bytes = AllocatedMemory.of(device).total
+        return {"memory_bytes": num_bytes, "memory_ranks": 1}
+    is_thread = isinstance(world.rendezvous, ThreadRendezvous)
+    return {"memory_bytes": machine_bytes(), "memory_ranks": 1 if is_thread else world.local_size}
 
 
 def _comparison(job: RankJob, training: Training, device: torch.device) -> MeasuredAndPredicted:

@@ -3,7 +3,8 @@
 An event is a flat dict with an "event" key:
 
     run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
-            seq_len, batch_size, out; mesh_order (where the order of the axes is bad on the nodes); where steps have mfu:
+            seq_len, batch_size, out; memory_bytes (of the device, or the machine) and memory_ranks (that share it);
+            mesh_order (where the order of the axes is bad on the nodes); where steps have mfu:
             model_flops (of a step), peak_tflops (of a device), mfu_text
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
             skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it), mfu (model FLOPs as a

@@ -1,6 +1,6 @@
 """Timelines as one HTML file without other files: zoom, pan, and a tooltip for every span (`timeline.html`).
 
-A content security policy names the digest of the only script, so that nothing in a recorded name could run or be fetched.
+A content security policy names the digests of the scripts, so that nothing in a recorded name could run or be fetched.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
@@ -30,6 +31,23 @@ PHASE_COLOUR = "#dadce0"
 SCRIPT = re.compile(r"<script>(.*)</script>", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class ScriptedPart:
+    """A part of a page with scripts of its own.
+
+    Attributes:
+        html: its markup.
+        css: its style, which that of the page overrides.
+        data: JSON that holds no markup, which the scripts read from the element `data`.
+        scripts: run in this order.
+    """
+
+    html: str
+    css: str
+    data: str
+    scripts: tuple[str, ...]
+
+
 def html(timeline: Timeline, *, title: str) -> str:
     """The page of one timeline."""
     return stacked_html([TitledTimeline(title, timeline)], title=title)
@@ -41,26 +59,38 @@ def stacked_html(
     title: str,
     sentences: Sequence[str] = (),
     tables: Sequence[TextTable] = (),
+    part: ScriptedPart | None = None,
 ) -> str:
     """The page of timelines below each other on one time scale.
 
     Args:
         sentences: above the picture; of one timeline alone its figures.
         tables: below the picture.
+        part: between picture and tables.
     """
     template = resources.files("weft.view").joinpath("timeline.html")
     page = template.read_text(encoding="utf-8")
     script = SCRIPT.search(page)
     assert script is not None, "the page has a script"
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    part = part or ScriptedPart("", "", "", ())
+    digests = (
+        base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()
+        for each in (script[1], *part.scripts)
+    )
+    scripts = "".join(f"\n<script>{each}</script>" for each in part.scripts)
+    if part.data:
+        scripts = f'\n<script id="data" type="application/json">{part.data}</script>{scripts}'
     texts = sentences or [each.figures_text for each in titled]
     data = json.dumps(_fields(titled), separators=(",", ":")).replace("<", "\\u003c")
     values = {
         "@TITLE@": escape(title),
-        "@DIGEST@": digest,
+        "@DIGESTS@": " ".join(f"'sha256-{digest}'" for digest in digests),
+        "@STYLE@": part.css,
         "@FIGURES@": "".join(f"<p>{escape(text)}</p>" for text in texts),
+        "@PART@": part.html,
         "@TABLES@": "\n".join(table.html for table in tables),
         "@DATA@": data,
+        "@SCRIPTS@": scripts,
     }
     return re.sub("|".join(values), lambda found: values[found[0]], page)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import Field, ValidationError
 
@@ -17,9 +18,12 @@ from weft.layout.plan import Plan
 from weft.profiler.measured_steps import MeasuredSteps
 from weft.profiler.measured_timeline import measured_timeline
 from weft.profiler.profile_folder import CONFIG_FILE, PLAN_FILE, Profile, read_profile
+from weft.report.chart_part import chart_part
+from weft.report.charts import one_device_charts
+from weft.report.recorded_values import RunRecord
 from weft.small_files import MIB, UnreadableFile, read_text
 from weft.start.checked_run import load_checked_run
-from weft.view.html import stacked_html
+from weft.view.html import ScriptedPart, stacked_html
 from weft.view.perfetto import stacked_perfetto
 from weft.view.svg import TitledTimeline, stacked_svg
 from weft.view.text import wrapped
@@ -68,6 +72,14 @@ class TraceOptions(JsonOptions):
         examples=["x.html"],
         description=f"the page with zoom and tooltips; None: {PAGE} beside the records",
     )
+    one_device: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        title="a number of steps",
+        description="repeat the first steps on one device, to draw both losses; None: those that were "
+        "compared before, here or by weft prove RUN",
+    )
     svg: str | None = Field(
         None, title="a file name", examples=["x.svg"], description="write this SVG picture"
     )
@@ -95,7 +107,8 @@ def trace(words: Sequence[str]) -> int:
     profile = read_profile(folder, options.number)
     page = options.html or str(profile.folder / PAGE)
     check_files(options.model_copy(update={"html": page}), "json", "html", "svg", "perfetto")
-    found = _trace_of(profile, options)
+    run = _run_with_losses(folder, options)
+    found = _trace_of(profile, options, run)
     title = title_of(found)
     if options.json is not None:
         print_json(options.json, trace_json(found))
@@ -115,13 +128,31 @@ def trace(words: Sequence[str]) -> int:
         write_picture("perfetto", options.perfetto, events, is_named=is_named)
     if options.html is not None or options.json is None:
         text = stacked_html(
-            drawn, title=title, sentences=list(sentences(found)), tables=tables(found)
+            drawn,
+            title=title,
+            sentences=list(sentences(found)),
+            tables=tables(found),
+            part=_losses_part(run),
         )
         write_picture("html", page, text, is_named=is_named)
     return EXIT_OK
 
 
-def _trace_of(profile: Profile, options: TraceOptions) -> Trace:
+def _run_with_losses(folder: Path, options: TraceOptions) -> RunRecord:
+    """What the run has recorded, with its losses beside those of one device.
+
+    Raises:
+        UserError: the steps that are asked for cannot be repeated.
+    """
+    if options.one_device is not None:
+        from weft.start.prove_run import ignore_line, prove_folder  # late: it imports torch
+
+        show = ignore_line if options.json == STANDARD_OUTPUT else print_result
+        prove_folder(folder, first=options.one_device, show=show)
+    return RunRecord.read(folder)
+
+
+def _trace_of(profile: Profile, options: TraceOptions, run: RunRecord) -> Trace:
     """The steps that are asked for, and their prediction.
 
     Raises:
@@ -143,7 +174,8 @@ def _trace_of(profile: Profile, options: TraceOptions) -> Trace:
             need = f"a whole one of steps {header.first} to {header.end - 1}"
         fix = "leave --step out" if whole else "record steps again with --profile"
         raise UserError(Fault("step", "was not recorded on all ranks", got, need, fix))
-    return Trace(profile, plan, steps, numbers, _predict(profile, plan, steps, numbers, options))
+    prediction = _predict(profile, plan, steps, numbers, options)
+    return Trace(profile, plan, steps, numbers, prediction, run.losses)
 
 
 def _plan_of(profile: Profile) -> Plan:
@@ -196,6 +228,14 @@ def _print(found: Trace, title: str) -> None:
             shown = [*shown[: MOST_RANKS + 2], f"  ... {found.num_ranks} ranks, see the page"]
         lines.extend(("", *shown))
     print_result("\n".join(lines))
+
+
+def _losses_part(run: RunRecord) -> ScriptedPart | None:
+    """Both losses and their difference, where they were compared."""
+    if not run.losses:
+        return None
+    charts = [chart for chart in one_device_charts([run]) if chart.series]
+    return chart_part([run], charts, title="The loss beside that of one device")
 
 
 def _drawn(found: Trace, *, nested: bool = False) -> list[TitledTimeline]:

@@ -14,6 +14,7 @@ from weft.layout.plan import Plan
 from weft.profiler.critical_path import CriticalPath, critical_path
 from weft.profiler.measured_steps import MeasuredSteps, StepAccount
 from weft.profiler.profile_folder import Profile
+from weft.prove.losses import StepLosses
 from weft.schedule.actions import Table
 from weft_plan.tracing.step_prediction import StepPrediction
 
@@ -83,6 +84,7 @@ class Trace:
 
     Attributes:
         numbers: of the steps, which every rank has whole.
+        losses: of the run, beside those of one device, where they were compared.
         drawn: the step that is drawn: of median length.
     """
 
@@ -91,6 +93,7 @@ class Trace:
     steps: MeasuredSteps
     numbers: tuple[int, ...]
     prediction: StepPrediction
+    losses: tuple[StepLosses, ...] = ()
 
     @property
     def num_ranks(self) -> int:

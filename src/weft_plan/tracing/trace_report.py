@@ -9,6 +9,7 @@ from dataclasses import asdict
 from weft.errors import counted
 from weft.profiler.critical_path import work_on_path
 from weft.profiler.measured_steps import StepAccount
+from weft.report.figures import losses_text
 from weft.view.quantity import short_time
 from weft.view.text_table import TextTable
 from weft_plan.tracing.compared_steps import SLOW_FACTOR, SlowRank, Trace
@@ -16,6 +17,8 @@ from weft_plan.tracing.compared_steps import SLOW_FACTOR, SlowRank, Trace
 MOST_DIFFERENCES = 8
 MOST_WORK = 4
 """Kinds of work that a line about a critical path names."""
+MOST_LOSSES = 12
+"""Steps whose losses are listed; --json has all."""
 MOST_RANKS = 32
 """Ranks of which the terminal shows a row; the page and --json have all."""
 LEAST_DIFFERENCE = 0.005
@@ -45,6 +48,8 @@ def sentences(trace: Trace) -> Iterator[str]:
         )
     yield from (_slow_text(trace, slow) for slow in trace.slow_ranks)
     yield _path_text(trace)
+    if trace.losses:
+        yield losses_text(trace.losses)
     if trace.profile.num_left_out:
         left = counted(trace.profile.num_left_out, "record")
         yield f"the memory for records was full: {left} are left out, record fewer steps"
@@ -87,7 +92,13 @@ def _share(part: float, whole: float) -> str:
 
 def tables(trace: Trace) -> tuple[TextTable, ...]:
     """The tables of the report, in order."""
-    found = (rank_table(trace), step_table(trace), exposure_table(trace), difference_table(trace))
+    found = (
+        rank_table(trace),
+        step_table(trace),
+        exposure_table(trace),
+        difference_table(trace),
+        loss_table(trace),
+    )
     return tuple(table for table in found if table.rows)
 
 
@@ -191,6 +202,29 @@ def difference_table(trace: Trace) -> TextTable:
     )
 
 
+def loss_table(trace: Trace) -> TextTable:
+    """The losses of the run beside those of one device, of some steps of many."""
+    losses = trace.losses
+    most = min(MOST_LOSSES, len(losses))
+    chosen = (losses[number * (len(losses) - 1) // max(1, most - 1)] for number in range(most))
+    rows = tuple(
+        (
+            str(each.step),
+            f"{each.recorded:.9g}",
+            f"{each.alone:.9g}",
+            f"{each.relative:.1e}",
+            f"{each.bound:.1e}",
+        )
+        for each in chosen
+    )
+    return TextTable(
+        title="the loss beside one device",
+        columns=("step", "this layout", "one device", "difference", "rounding explains"),
+        rows=rows,
+        note="differences are shares of the loss",
+    )
+
+
 def trace_json(trace: Trace) -> dict[str, object]:
     """Everything as JSON; times in seconds."""
     prediction = trace.prediction
@@ -218,6 +252,7 @@ def trace_json(trace: Trace) -> dict[str, object]:
         ],
         "exposed": [each._asdict() for each in trace.exposures],
         "differences": [{**each._asdict(), "step_s": each.step_s} for each in trace.differences],
+        "losses": [{**asdict(each), "relative": each.relative} for each in trace.losses],
         "slow_ranks": {
             "factor": SLOW_FACTOR,
             "ranks": [each._asdict() for each in trace.slow_ranks],
