@@ -338,10 +338,17 @@ class ProcessTransport:
         segment = meet(local_meeting, self._local_peers)
         if not all_share(meeting, width, is_shared=segment is not None) or segment is None:
             return None
-        gloo = self._connect_gloo(f"{prefix}/place {place}", index=host, size=len(ranks) // width)
-        between = DeviceGroup(gloo, GLOO, _REDUCE_OPS)
+        num_hosts = len(ranks) // width
+        between = self._connect_gloo(f"{prefix}/place {place}", index=host, size=num_hosts)
+        flat = self._connect_gloo(f"{prefix}/flat", index=index, size=len(ranks))
         return HostsGroup(
-            segment, ranks, index=index, width=width, between=between, progress=self._progress
+            segment,
+            ranks,
+            index=index,
+            width=width,
+            between=DeviceGroup(between, GLOO, _REDUCE_OPS),
+            flat=DeviceGroup(flat, GLOO, _REDUCE_OPS),
+            progress=self._progress,
         )
 
     def _meeting(self, prefix: str, ranks: tuple[int, ...], index: int) -> Meeting:

@@ -318,7 +318,7 @@ BETWEEN_S = 0.005
 """Longest sleep at one thing while a call also waits for another: for other members of its host, or
 for other hosts.
 """
-COMPLETED_S = 1.0
+COMPLETED_S, CLOSE_S = 1.0, 5.0
 IDLE_S = 1.0
 """How long the thread goes on looking when nothing is under way."""
 
@@ -468,7 +468,7 @@ class SharedProgress:
         self._peers = peers
         self._busy: set[SharedGroup] = set()
         self._is_busy = threading.Event()
-        self._is_closed = False
+        self._closing = threading.Event()
         self._looked_at_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -520,8 +520,10 @@ class SharedProgress:
 
     def close(self) -> None:
         """End the thread, and let the other ranks see that this one leaves."""
-        self._is_closed = True
-        self._is_busy.set()  # after the flag, which the thread reads when it wakes
+        self._closing.set()
+        self._is_busy.set()  # after the other, which the thread reads when it wakes
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
         self._peers.close()
 
     def _sleep(self, call: SharedCall, timeout_s: float) -> None:
@@ -566,7 +568,7 @@ class SharedProgress:
 
     def _wake_thread(self) -> None:
         self._is_busy.set()
-        if self._thread is None and not self._is_closed:
+        if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(
                 target=self._run_thread, name="weft shared memory", daemon=True
             )
@@ -575,10 +577,10 @@ class SharedProgress:
     def _run_thread(self) -> None:
         """Move on calls that no thread waits for."""
         interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
-        while not self._is_closed:
+        while not self._closing.is_set():
             between = self._awaited_between(self._busy)
             if between is None:
-                time.sleep(interval_s)
+                self._closing.wait(interval_s)
             else:
                 wait_for_works(between, interval_s)
             interval_s = FIRST_LOOK_S if self.advance() else min(2 * interval_s, LAST_LOOK_S)
@@ -588,7 +590,7 @@ class SharedProgress:
             elif now_s - idle_since_s > IDLE_S:
                 # Under the lock, so that a call that starts now either is seen as busy or finds the event cleared.
                 with self.lock:
-                    if not self._busy and not self._is_closed:
+                    if not self._busy and not self._closing.is_set():
                         self._is_busy.clear()
                 self._is_busy.wait()
                 interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
