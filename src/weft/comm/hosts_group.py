@@ -124,7 +124,9 @@ class HostsGroup(SharedGroup):
         starts = [min(place * length, numel) for place in range(self.width + 1)]
         sizes = tuple(end - start for start, end in pairwise(starts))
         total = _wide(output)
-        own, rounded = (torch.split(whole, list(sizes))[self.rounds.index] for whole in (total, output))
+        own, rounded = (
+            torch.split(whole, list(sizes))[self.rounds.index] for whole in (total, output)
+        )
         added = replace(call, input=total, output=own, reduce=summed(call.reduce))
         yield from self._within(replace(added, op="reduce_scatter", input_split_sizes=sizes))
         yield self._over_hosts(added)
