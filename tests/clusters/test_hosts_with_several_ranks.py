@@ -20,7 +20,9 @@ RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "nodes0:29400", "--rd
 FLAGS = (
     *TINY,
     *("--transport", "process", "--device", "cpu"),
-    *("--batch.global_size", "12", "--steps", "8"),
+    *("--batch.global_size", "12", "--steps", "8", "--parallel.zero", "1"),
+    *("--precision.params", "float64", "--precision.compute", "float64"),
+    *("--precision.reduce", "float64"),
 )
 SCRIPT = """
 import torch, weft
@@ -57,11 +59,11 @@ def test_hosts_train_as_one_host(counts, tmp_path):
         for mesh in ("dp4", "pp2 tp2"):
             folder = tmp_path / mesh.replace(" ", "-")
             folder.mkdir()
-            flags = [*FLAGS, "--mesh", mesh, "--parallel.zero", "1", "--out", str(folder / "run")]
+            flags = [*FLAGS, "--mesh", mesh, "--out", str(folder / "run")]
             codes, text = start_on_hosts(hosts, counts, ["-m", "weft", "train", *flags], folder)
             assert codes == [0, 0], text[-6000:]
-            expected = losses_on_one_host(folder, mesh, (*FLAGS, "--parallel.zero", "1"))
-            assert losses(folder / "run") == pytest.approx(expected, rel=1e-6)
+            expected = losses_on_one_host(folder, mesh, FLAGS)
+            assert losses(folder / "run") == pytest.approx(expected, rel=1e-12)
             assert len(expected) == 8
 
 
