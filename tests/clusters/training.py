@@ -41,10 +41,10 @@ def cluster_marks(reason: str = "") -> list[pytest.MarkDecorator]:
     ]
 
 
-def losses_on_one_host(folder: Path, mesh: str) -> dict[int, float]:
+def losses_on_one_host(folder: Path, mesh: str, flags: Sequence[str] = FLAGS) -> dict[int, float]:
     """Step -> loss of the run without faults, with local ranks."""
     out = folder / "one-host"
-    words = [sys.executable, "-m", "weft", "train", *FLAGS, "--mesh", mesh, "--out", str(out)]
+    words = [sys.executable, "-m", "weft", "train", *flags, "--mesh", mesh, "--out", str(out)]
     subprocess.run(words, env={**os.environ, **ENVIRONMENT}, check=True, capture_output=True)
     return losses(out)
 

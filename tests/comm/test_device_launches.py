@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from weft.comm import backends
-from weft.comm.backends import DeviceGroup, policy_of
+from weft.comm.backends import ABORT_TAG, DeviceGroup, policy_of
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
 from weft.comm.group import Group
-from weft.comm.group_queue import ABORT_TAG, GroupQueue, ProcessGroupBackend
+from weft.comm.group_queue import GroupQueue, ProcessGroupBackend
 from weft.comm.in_flight import GroupWatch
 from weft.comm.transport import Call, MetaTransport
 from weft.comm.world_store import PresenceStore

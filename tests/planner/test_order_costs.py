@@ -88,9 +88,12 @@ def test_messages_of_the_pipeline_cross_nodes_where_its_ranks_do() -> None:
 
 def test_a_ring_leaves_each_node_once_and_an_all_to_all_for_each_member_elsewhere() -> None:
     nodes = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [2, 2, 2, 2], [0, 1, 2, 3]])
-    assert crossing_shares("all_reduce", nodes).tolist() == [0.5, 0.5, 0.0, 1.0]
-    assert crossing_shares("all_to_all", nodes).tolist() == [2 / 3, 1.0, 0.0, 1.0]
-    assert crossing_shares("send", nodes[:, 1:3]).tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert crossing_shares("all_reduce", nodes, NODE_OF_4).tolist() == [0.5, 0.5, 0.0, 1.0]
+    assert crossing_shares("all_to_all", nodes, NODE_OF_4).tolist() == [2 / 3, 1.0, 0.0, 1.0]
+    assert crossing_shares("send", nodes[:, 1:3], NODE_OF_4).tolist() == [1.0, 0.0, 0.0, 1.0]
+    of_cpus = replace(NODE_OF_4, device="cpu")
+    even = np.array([[0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 2, 3]])
+    assert crossing_shares("all_reduce", even, of_cpus).tolist() == [1 / 3, 0.0, 1.0]
 
 
 def test_a_right_order_has_no_note() -> None:

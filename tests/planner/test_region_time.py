@@ -194,6 +194,23 @@ def test_groups_of_one_node_have_the_network_shares_of_their_members() -> None:
     assert SPEEDS.operation_s(two_members) == pytest.approx(size / bytes_s / 2)
 
 
+def test_cpu_ranks_add_up_within_nodes_and_then_between_them() -> None:
+    """Of a sum over two nodes of four, each member sends its part of a quarter to the other node: with
+    `size` added up, 2 (4 - 1) / 4 within the node and 2 (2 - 1) / 2 of a quarter between nodes.
+    """
+    size = 10**9
+    sent = 2 * 7 * size // 8
+    group = (0, 1, 2, 3, 8, 9, 10, 11)
+    on_cpus = Speeds(replace(SPEEDS.hardware, device="cpu"))
+    within_s = 2 * 3 / 4 * size / (H100.link_gb_s * 1e9)
+    between_s = 2 * 1 / 2 * size / 4 / (H100.network_gb_s * 1e9)
+    summed = Operation("all_reduce", "dp", group, 0, size, sent)
+    assert on_cpus.operation_s(summed) == pytest.approx(within_s + between_s)
+    assert SPEEDS.operation_s(summed) == pytest.approx(sent / 4 / (H100.network_gb_s * 1e9))
+    uneven = Operation("all_reduce", "dp", (0, 1, 8), 0, size, sent)
+    assert on_cpus.operation_s(uneven) == SPEEDS.operation_s(uneven)
+
+
 def test_an_all_to_all_leaves_a_node_through_the_network_of_its_own_device() -> None:
     """Of 15 parts 8 are for the other node; a ring of the same group has the network of 8 devices."""
     size = 15 * 10**8

@@ -30,7 +30,7 @@ Note [Split from the world]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -92,6 +92,8 @@ NCCL = BackendPolicy(
 
 SHARED_MEMORY = replace(GLOO, name="shared memory", compares_in_call=True)
 """Of ranks on one host: see comm/shared_group.py."""
+HOSTS = replace(SHARED_MEMORY, name="shared memory within hosts, gloo between")
+"""Of ranks on several hosts, equally many on each: see comm/hosts_group.py."""
 
 POLICIES = {"cpu": GLOO, "cuda": NCCL}
 
@@ -371,11 +373,12 @@ def _all_reduce_in_order(group: DeviceGroup, call: Call, output: Tensor) -> Back
 
 def _all_reduce_native(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:
     """The all-reduce of gloo or NCCL, in place; an average is a sum that is divided."""
-    work = group.process_group.allreduce([output], group.reduce_ops[_summed(call.reduce)])
+    work = group.process_group.allreduce([output], group.reduce_ops[summed(call.reduce)])
     return backend_call(group.policy, (work,), _division(call, output))
 
 
-def _summed(op: Reduce) -> Reduce:
+def summed(op: Reduce) -> Reduce:
+    """The reduction by which a backend computes `op`: an average is a sum that is divided."""
     return "sum" if op == "avg" else op
 
 
@@ -414,7 +417,7 @@ def reduce_scatter(group: DeviceGroup, call: Call) -> BackendCall:
 
 def _reduce_scatter_native(group: DeviceGroup, call: Call, output: Tensor) -> BackendCall:
     """The reduce-scatter of NCCL, of equal pieces."""
-    options = group.scatter_options[_summed(call.reduce)]
+    options = group.scatter_options[summed(call.reduce)]
     work = group.process_group._reduce_scatter_base(output, call.required_input, options)
     return backend_call(group.policy, (work,), _division(call, output))
 
@@ -430,7 +433,7 @@ def _reduce_scatter_of_two(group: DeviceGroup, call: Call, output: Tensor) -> Ba
     return BackendCall((work,), partial(reduce_into, output, (output, other), call.reduce))
 
 
-DATA_TAG = 0
+DATA_TAG, ABORT_TAG = 0, 2
 
 Launch = Callable[[DeviceGroup, Call], BackendCall]
 
@@ -539,6 +542,19 @@ def launch_recv(group: DeviceGroup, call: Call, *, source: int) -> TorchWork:
 def barrier(group: DeviceGroup, call: Call) -> BackendCall:
     """Complete when every member has called it."""
     return BackendCall((group.process_group.barrier(),))
+
+
+def close_connections(gloo: TorchProcessGroup, index: int) -> None:
+    """Close the connections of a group of gloo, which fails what is in flight: it has no such call, but
+    a recv that times out does so.
+
+    Args:
+        index: place of this rank in the group.
+    """
+    buffer = torch.empty(1, dtype=torch.uint8)
+    never_sent = gloo.recv([buffer], 1 if index == 0 else 0, ABORT_TAG)
+    with suppress(RuntimeError):
+        never_sent.wait(timedelta(milliseconds=1))
 
 
 OPERATIONS: dict[Op, Launch] = {

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from weft.comm.backends import GLOO, POLICIES, DeviceGroup, launch_recv, launch_send
+from weft.comm.backends import (
+    GLOO,
+    POLICIES,
+    DeviceGroup,
+    close_connections,
+    launch_recv,
+    launch_send,
+)
 from weft.comm.in_flight import (
     BackendCall,
     CheckedStreamCall,
@@ -37,7 +42,7 @@ from weft.errors import CommError, MismatchError
 MAX_RANKS_COMPARED_BY_TEXT = 8
 """In larger groups, members compare digests of their signatures first."""
 EXCHANGE_TIMEOUT_S = 60.0
-SIGNATURE_TAG, ABORT_TAG = 1, 2
+SIGNATURE_TAG = 1
 
 
 class ProcessGroupBackend:
@@ -162,9 +167,7 @@ class ProcessGroupBackend:
         return MessageCall([recv, send], compare)
 
     def abort(self, index: int) -> None:
-        """Fail what is in flight on devices, and on the CPU: gloo has no such call, but a recv that
-        times out closes all connections.
-        """
+        """Fail what is in flight on devices, and on the CPU."""
         self.is_aborted = True
         for device_type, carrier in list(self.connected.items()):
             if isinstance(carrier, SharedGroup):
@@ -172,13 +175,8 @@ class ProcessGroupBackend:
             elif device_type != "cpu":
                 carrier.process_group.abort()
         gloo = self.connected.get("cpu")
-        if not isinstance(gloo, DeviceGroup):
-            return
-        peer = 1 if index == 0 else 0
-        buffer = torch.empty(1, dtype=torch.uint8)
-        never_sent = gloo.process_group.recv([buffer], peer, ABORT_TAG)
-        with contextlib.suppress(RuntimeError):
-            never_sent.wait(timedelta(milliseconds=1))
+        if isinstance(gloo, DeviceGroup):
+            close_connections(gloo.process_group, index)
 
     def shut_down(self) -> None:
         """End groups of devices whose calls are all complete; those of the CPU end by themselves."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -172,6 +173,16 @@ def _wait_for_work(work: TorchWork, timeout_s: float) -> bool:
     return work.wait(
         timeout
     )  # it failed, or it completed since the time-out: this wait raises or returns True
+
+
+def wait_for_works(call: BackendCall, timeout_s: float) -> None:
+    """Block until the works of a collective are complete, or one has failed, for at most about
+    `timeout_s`; any thread may do so, `BackendCall.wait` then tells how they ended.
+    """
+    with suppress(RuntimeError):
+        for work in call.works:
+            if not _wait_for_work(work, timeout_s):
+                return
 
 
 def _run_in_thread(function: Callable[[], None]) -> futures.Future[None]:

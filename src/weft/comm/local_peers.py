@@ -28,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -207,7 +208,7 @@ class LocalPeers:
 MAX_MEMBERS = 256
 """Of a group in shared memory: halves of slots become small."""
 LOOK_S = 0.01
-SOCKET_KEY, ELSEWHERE_KEY = "socket", "elsewhere"
+SOCKET_KEY, ELSEWHERE_KEY, WIDTH_KEY = "socket", "elsewhere", "members a host"
 
 
 class MeetingStore(Protocol):
@@ -261,6 +262,40 @@ def meet(meeting: Meeting, peers: LocalPeers) -> SharedSegment | None:
             meeting.store.set(SOCKET_KEY, "{}")
         peers.note(meeting.ranks, error)
         return None
+
+
+def members_a_host(meeting: Meeting, peers: LocalPeers) -> int:
+    """How many members of a group each host has, the same on all, where the members of one host follow
+    each other; 0 where it is otherwise, or where a host has one member. It blocks until all members
+    have come.
+    """
+    store = meeting.store
+    if meeting.index > 0:
+        store.set(f"host {meeting.index}", peers.identity)
+        return int(store.get(WIDTH_KEY))
+    others = [store.get(f"host {index}").decode() for index in range(1, len(meeting.ranks))]
+    width = equal_width([peers.identity, *others])
+    store.set(WIDTH_KEY, str(width))
+    return width
+
+
+def equal_width(hosts: Sequence[str]) -> int:
+    """Length of the runs of equal names, each of which comes once; 0 if lengths differ or are 1, or there is
+    one run or an unknown host ("").
+    """
+    runs = [(host, len(list(run))) for host, run in groupby(hosts)]
+    is_known_and_once = all(hosts) and len(runs) == len(set(hosts)) > 1
+    widths = {length for _, length in runs}
+    return max(widths) if is_known_and_once and len(widths) == 1 and widths != {1} else 0
+
+
+def all_share(meeting: Meeting, width: int, *, is_shared: bool) -> bool:
+    """Whether the members on every host share memory; called by all members of a group."""
+    host, place = divmod(meeting.index, width)
+    if place == 0:
+        meeting.store.set(f"shares {host}", str(int(is_shared)))
+    num_hosts = len(meeting.ranks) // width
+    return all(meeting.store.get(f"shares {other}") == b"1" for other in range(num_hosts))
 
 
 def _lead(meeting: Meeting, peers: LocalPeers) -> SharedSegment | None:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.comm.backends import DeviceGroup, NcclGroups, TorchProcessGroup, policy_of
+from weft.comm.backends import GLOO, DeviceGroup, NcclGroups, TorchProcessGroup, policy_of
 from weft.comm.group import PlannedGroup, QueueKey
 from weft.comm.group_queue import GroupCall, GroupQueue, ProcessGroupBackend
+from weft.comm.hosts_group import HostsGroup
 from weft.comm.in_flight import GroupWatch
-from weft.comm.local_peers import LocalPeers, Meeting, meet
+from weft.comm.local_peers import LocalPeers, Meeting, all_share, meet, members_a_host
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.comm.world_store import (
@@ -84,7 +85,8 @@ class ProcessTransport:
         address: the address on which gloo listens; None: what the host name resolves to.
             GLOO_SOCKET_IFNAME names interfaces instead.
         listener: on rank 0, file descriptor of the listening socket of "tcp://host:port".
-        deterministic: whether tensors on GPUs are reduced in rank order instead of by NCCL.
+        deterministic: whether tensors are reduced in rank order instead of by NCCL, and not host by
+            host.
 
     Raises:
         LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does
@@ -294,31 +296,64 @@ class ProcessTransport:
             shared = self._share_memory(f"{prefix}/shared", call)
             if shared is not None:
                 return shared
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices = self._gloo_devices
-            options._timeout = timedelta(seconds=self.timeout_s)
-            options._threads = GLOO_THREADS
-            polling_store = PollingStore(store, self._presence, self.timeout_s)
-            return cast(TorchProcessGroup, gloo(polling_store, call.index, size, options))
+            return self._connect_gloo(prefix, index=call.index, size=size)
         if device_type == "cuda" and dist.is_nccl_available():
             color = min(call.ranks) + 1  # torch rejects 0
             made = self._nccl_groups().connect(store, index=call.index, size=size, color=color)
             return cast(TorchProcessGroup, made)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
+    def _connect_gloo(self, prefix: str, *, index: int, size: int) -> TorchProcessGroup:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = self._gloo_devices
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options._threads = GLOO_THREADS
+        return cast(TorchProcessGroup, gloo(self._polling_store(prefix), index, size, options))
+
+    def _polling_store(self, prefix: str) -> PollingStore:
+        return PollingStore(PrefixStore(prefix, self._store), self._presence, self.timeout_s)
+
     def _share_memory(self, prefix: str, call: Call) -> SharedGroup | None:
-        """The group of `call` in shared memory; None if its members are not all on this host."""
+        """The group of `call` in shared memory, if its members are all on this host or equally many
+        on each of several; else None.
+        """
         if len(call.ranks) == 1:
             return None
-        store = PrefixStore(prefix, self._store)
-        polling_store = PollingStore(store, self._presence, self.timeout_s)
-        deadline_s = time.monotonic() + self.timeout_s
-        meeting = Meeting(polling_store, call.ranks, index=call.index, deadline_s=deadline_s)
+        meeting = self._meeting(prefix, call.ranks, call.index)
         segment = meet(meeting, self._local_peers)
         if segment is None:
-            return None
+            return None if self.deterministic else self._connect_hosts(prefix, meeting)
         return SharedGroup(segment, call.ranks, index=call.index, progress=self._progress)
+
+    def _connect_hosts(self, prefix: str, meeting: Meeting) -> HostsGroup | None:
+        """The group of members on several hosts; None unless each has equally many."""
+        ranks, index = meeting.ranks, meeting.index
+        width = members_a_host(meeting, self._local_peers)
+        if not width:
+            return None
+        host, place = divmod(index, width)
+        local_ranks = ranks[host * width : (host + 1) * width]
+        local_meeting = self._meeting(f"{prefix}/host {host}", local_ranks, place)
+        segment = meet(local_meeting, self._local_peers)
+        if not all_share(meeting, width, is_shared=segment is not None) or segment is None:
+            return None
+        num_hosts = len(ranks) // width
+        between = self._connect_gloo(f"{prefix}/place {place}", index=host, size=num_hosts)
+        flat = self._connect_gloo(f"{prefix}/flat", index=index, size=len(ranks))
+        return HostsGroup(
+            segment,
+            ranks,
+            index=index,
+            width=width,
+            between=DeviceGroup(between, GLOO, _REDUCE_OPS),
+            flat=DeviceGroup(flat, GLOO, _REDUCE_OPS),
+            progress=self._progress,
+        )
+
+    def _meeting(self, prefix: str, ranks: tuple[int, ...], index: int) -> Meeting:
+        deadline_s = time.monotonic() + self.timeout_s
+        return Meeting(self._polling_store(prefix), ranks, index=index, deadline_s=deadline_s)
 
 
 class QueueMonitor:

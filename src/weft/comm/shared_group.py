@@ -27,15 +27,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ctypes import memmove
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from weft.comm.backends import SHARED_MEMORY, reduce_into
-from weft.comm.in_flight import BackendCall
+from weft.comm.backends import SHARED_MEMORY, BackendPolicy, reduce_into
+from weft.comm.in_flight import BackendCall, wait_for_works
 from weft.comm.local_peers import LocalPeers
 from weft.comm.shared_memory import (
     LINE_BYTES,
@@ -60,7 +60,7 @@ TEXT_TAG = 1
 
 def steps_of(rounds: Rounds, call: Call) -> Steps:
     """All rounds of a call; they raise MismatchError if its signature was to be compared, and differs."""
-    steps = _ALGORITHMS[call.op](rounds, call)
+    steps = ALGORITHMS[call.op](rounds, call)
     return _checked(rounds, call, steps) if call.checked else steps
 
 
@@ -80,11 +80,16 @@ def _checked(rounds: Rounds, call: Call, steps: Steps) -> Steps:
     texts = rounds.segment.views(half, torch.uint8, start=0, num_bytes=num_bytes)
     texts[rounds.index].copy_(own)
     yield TEXT_TAG
+    compare_texts(call, own, texts)
+    yield from steps
+
+
+def compare_texts(call: Call, own: Tensor, texts: Sequence[Tensor]) -> None:
+    """Raise MismatchError if the encoded signatures of all members do not agree."""
     has_sizes = bool(call.input_split_sizes)
     if has_sizes or not all(torch.equal(own, text) for text in texts):
-        signatures = [decode_signature(text, rounds.size) for text in texts]
+        signatures = [decode_signature(text, len(call.ranks)) for text in texts]
         check_signatures(call.axis, call.ranks, signatures)
-    yield from steps
 
 
 def _all_reduce(rounds: Rounds, call: Call) -> Steps:
@@ -239,7 +244,7 @@ def _barrier(rounds: Rounds, call: Call) -> Steps:
     yield tag_of(call.signature)
 
 
-_ALGORITHMS: dict[Op, Callable[[Rounds, Call], Steps]] = {
+ALGORITHMS: dict[Op, Callable[[Rounds, Call], Steps]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -309,17 +314,27 @@ def _piece(num_bytes: int, most: int, number: int) -> tuple[int, int]:
 SLEEP_S = 0.05
 """Longest sleep of a rank that waits; then it looks whether another has left."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.032
+BETWEEN_S = 0.005
+"""Longest sleep at one thing while a call also waits for another: for other members of its host, or
+for other hosts.
+"""
+COMPLETED_S, CLOSE_S = 1.0, 5.0
 IDLE_S = 1.0
 """How long the thread goes on looking when nothing is under way."""
 
 
 class SharedCall(BackendCall):
-    """A call in shared memory."""
+    """A call in shared memory.
+
+    Attributes:
+        between: its part between hosts that is under way, in a `HostsGroup`.
+    """
 
     def __init__(self, group: SharedGroup, call: Call) -> None:
         super().__init__(())
         self.group = group
-        self._steps = steps_of(group.rounds, call)
+        self._steps = group.steps_of(call)
+        self.between: BackendCall | None = None
         self.is_done = False
         self.error: Exception | None = None
 
@@ -327,14 +342,27 @@ class SharedCall(BackendCall):
         """Go on until another member must be waited for; whether the call is done."""
         rounds = self.group.rounds
         try:
-            while rounds.is_complete():
-                rounds.publish(next(self._steps))
+            while (self.between is None or self._is_complete_between()) and rounds.is_complete():
+                step = next(self._steps)
+                if isinstance(step, BackendCall):
+                    self.between = step
+                else:
+                    rounds.publish(step)
         except StopIteration:
             self.is_done = True
         except MismatchError as error:
             self.error = error
             self.is_done = True
         return self.is_done
+
+    def _is_complete_between(self) -> bool:
+        """Whether the part between hosts that is under way has become complete."""
+        between = self.between
+        if between is None or not between.is_completed():
+            return False
+        between.wait(COMPLETED_S)
+        self.between = None
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Block for at most `timeout_s`; whether the call is complete.
@@ -361,11 +389,13 @@ class SharedGroup:
 
     Attributes:
         policy: how its calls are carried.
+        has_hosts: whether calls have parts between hosts.
         rounds: of this member.
-        ranks: world ranks of the members.
+        ranks: world ranks of the members on this host.
     """
 
-    policy = SHARED_MEMORY
+    policy: BackendPolicy = SHARED_MEMORY
+    has_hosts = False
 
     def __init__(
         self,
@@ -380,6 +410,14 @@ class SharedGroup:
         self.progress = progress
         self._calls: deque[SharedCall] = deque()
         self._failure: RuntimeError | None = None
+
+    def steps_of(self, call: Call) -> Steps:
+        """All rounds of a call."""
+        return steps_of(self.rounds, call)
+
+    def awaited_between(self) -> BackendCall | None:
+        """What the group waits for between hosts; the caller holds the lock."""
+        return self._calls[0].between if self._calls else None
 
     def launch(self, call: Call) -> BackendCall:
         """Start a call: do what can be done without waiting."""
@@ -413,7 +451,7 @@ class SharedGroup:
             call.error, call.is_done = self._failure, True
 
     def abort(self) -> None:
-        """Fail what is under way."""
+        """Fail what is under way on this rank."""
         with self.progress.lock:
             self.fail(RuntimeError("closed by this rank"))
 
@@ -430,7 +468,7 @@ class SharedProgress:
         self._peers = peers
         self._busy: set[SharedGroup] = set()
         self._is_busy = threading.Event()
-        self._is_closed = False
+        self._closing = threading.Event()
         self._looked_at_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -457,41 +495,63 @@ class SharedProgress:
         deadline_s = time.monotonic() + timeout_s
         rounds = call.group.rounds
         while True:
-            if not rounds.spin():
+            between = self._awaited_between((call.group,)) if call.group.has_hosts else None
+            if between is not None or not rounds.spin():
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return
-                self._sleep(call, min(left_s, SLEEP_S))
+                if between is None:
+                    self._sleep(call, min(left_s, SLEEP_S))
+                else:
+                    wait_for_works(between, min(left_s, self._between_s()))
             self.advance()
             if call.is_done:
                 return
 
+    def _awaited_between(self, groups: Collection[SharedGroup]) -> BackendCall | None:
+        """What one of these groups waits for between hosts."""
+        with self.lock:
+            found = (group.awaited_between() for group in groups)
+            return next(filter(None, found), None)
+
+    def _between_s(self) -> float:
+        """How long a thread may wait for other hosts: less if other groups have calls under way."""
+        return SLEEP_S if len(self._busy) == 1 else BETWEEN_S
+
     def close(self) -> None:
         """End the thread, and let the other ranks see that this one leaves."""
-        self._is_closed = True
-        self._is_busy.set()  # after the flag, which the thread reads when it wakes
+        self._closing.set()
+        self._is_busy.set()  # after the other, which the thread reads when it wakes
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
         self._peers.close()
 
     def _sleep(self, call: SharedCall, timeout_s: float) -> None:
         """Sleep until a member publishes, then look from time to time who has left."""
-        words = self._awaited_words(call)
+        words, waits_between = self._awaited_words(call)
         if words:
-            wait_for_change(words, timeout_s)
+            wait_for_change(words, min(timeout_s, BETWEEN_S) if waits_between else timeout_s)
         now_s = time.monotonic()
         if now_s - self._looked_at_s >= SLEEP_S:
             self._looked_at_s = now_s
             self._fail_lost()
 
-    def _awaited_words(self, call: SharedCall) -> list[SeenWord]:
-        """The counters that calls wait for; [] if one of them can go on, or this one is done."""
+    def _awaited_words(self, call: SharedCall) -> tuple[list[SeenWord], bool]:
+        """The counters that calls wait for, [] if one of them can go on or this one is done; whether
+        some wait for other hosts.
+        """
         words: list[SeenWord] = []
+        waits_between = False
         with self.lock:
             for group in self._busy:
                 word = group.rounds.awaited_word()
-                if word is None:
-                    return []
-                words.append(word)
-            return [] if call.is_done else words
+                if word is not None:
+                    words.append(word)
+                elif group.awaited_between() is None:
+                    return [], False
+                else:
+                    waits_between = True
+            return ([] if call.is_done else words), waits_between
 
     def _fail_lost(self) -> None:
         """Fail groups that wait for a rank that has left."""
@@ -508,7 +568,7 @@ class SharedProgress:
 
     def _wake_thread(self) -> None:
         self._is_busy.set()
-        if self._thread is None and not self._is_closed:
+        if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(
                 target=self._run_thread, name="weft shared memory", daemon=True
             )
@@ -517,8 +577,12 @@ class SharedProgress:
     def _run_thread(self) -> None:
         """Move on calls that no thread waits for."""
         interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
-        while not self._is_closed:
-            time.sleep(interval_s)
+        while not self._closing.is_set():
+            between = self._awaited_between(self._busy)
+            if between is None:
+                self._closing.wait(interval_s)
+            else:
+                wait_for_works(between, interval_s)
             interval_s = FIRST_LOOK_S if self.advance() else min(2 * interval_s, LAST_LOOK_S)
             now_s = time.monotonic()
             if self._busy:
@@ -526,7 +590,7 @@ class SharedProgress:
             elif now_s - idle_since_s > IDLE_S:
                 # Under the lock, so that a call that starts now either is seen as busy or finds the event cleared.
                 with self.lock:
-                    if not self._busy and not self._is_closed:
+                    if not self._busy and not self._closing.is_set():
                         self._is_busy.clear()
                 self._is_busy.wait()
                 interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()

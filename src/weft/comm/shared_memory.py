@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft.comm.in_flight import BackendCall
 from weft.comm.signature import comparable_text
 
 # Note [Segment]
@@ -230,9 +231,10 @@ def _timespec(seconds: float) -> _Timespec:
 
 NUM_YIELDS = 40
 
-Steps = Generator[int, None, None]
+Steps = Generator[int | BackendCall, None, None]
 """A call as a generator: it writes the own half and yields the tag to publish it with, and is resumed when
 the halves of all members may be read. Tags are equal on members that are in the same part of the same call.
+In a group on several hosts it also yields calls between hosts, and is resumed when they are complete.
 """
 
 

@@ -27,6 +27,7 @@ OF_MUON = MutantLayout("tp2", options="--optim.name muon")
 OF_ADAFACTOR = MutantLayout("tp2", options="--optim.name adafactor")
 CODES = "weft.train.optimizers.states_in_8_bits:StatesIn8Bits"
 BLOCKS = "weft.parallel.zero.state_codes:StateBlocks"
+JOIN_CUT_BLOCKS = "weft.train.optimizers.states_in_8_bits:join_cut_blocks"
 IN_8_BITS = MutantLayout("tp2", options="--optim.state_dtype 8bit --optim.state_block 24")
 GROUPED = MutantLayout("dp2", options="--optim.groups '*norm*: lr_scale=0.1' '*: lr_scale=2'")
 
@@ -108,7 +109,7 @@ def largest_of_next_block(absmax: Callable[..., Tensor], blocks: Any, values: Te
     return absmax(blocks, values).roll(-1)
 
 
-def largest_of_own_entries(join: Callable[..., None], codes: Any, *args: Any) -> None:
+def largest_of_own_entries(join: Callable[..., None], *states: Any, **options: Any) -> None:
     """A block that a shard cuts has a scale of each rank's own."""
 
 
@@ -231,7 +232,7 @@ MUTANTS = (
         "blocks_that_shards_cut_have_a_scale_of_each_rank",
         "moments are rounded to other values than on one device",
         IN_8_BITS,
-        (FunctionFault(f"{CODES}._join_cut", largest_of_own_entries),),
+        (FunctionFault(JOIN_CUT_BLOCKS, largest_of_own_entries),),
         axes=(TP_AXIS,),
         blocks=PARAMETERS,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.zero.coded_states import CodedStates
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.registered_shards import entries_of
 from weft.parallel.zero.shard_entries import ShardGroup
@@ -38,6 +39,12 @@ class ShardedOptimizer(Optimizer):
     given shards that have the shape and the norms of the parameters (`ShardedTensor`), so LARS, LAMB
     and Muon are right, too. `state_dict()` is of this rank's shard, `full_state_dict()` of all.
 
+    With `state_bits=8` states of matrices of at least 16 blocks have 8 bits between steps, as in `weft
+    train` (docs/optimizers.md): an entry of a state is a byte, and `state_block` entries of a row share
+    a scale, the same blocks on any number of ranks. State dicts have the values. Loading one is then a
+    collective over all ranks, as a step is. A group may say otherwise, as one of embeddings should:
+    `{"params": net.embed.parameters(), "state_bits": None}`.
+
     Args:
         params: as a torch optimizer takes them: parameters, (name, parameter) pairs, or groups of
             either.
@@ -45,10 +52,12 @@ class ShardedOptimizer(Optimizer):
         comm: communication with the other ranks; None: the world of torch.distributed is the data
             axis.
         axis: the mesh axis (or axes) over which states are sharded.
+        state_bits: 8, or None: states have the type of the parameters.
+        state_block: entries of a row that share the scale of their 8 bits.
         kwargs: for the class.
 
     Raises:
-        PlanError: the parameters are shards of FullyShardedDataParallel.
+        PlanError: the parameters are shards of FullyShardedDataParallel, or other bits are asked for.
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -60,6 +69,8 @@ class ShardedOptimizer(Optimizer):
         comm: Comm | None = None,
         *,
         axis: Axis = DP,
+        state_bits: Literal[8] | None = None,
+        state_block: int = 256,
         **kwargs: Any,
     ) -> None:
         super().__init__(params, kwargs)
@@ -68,6 +79,8 @@ class ShardedOptimizer(Optimizer):
         self.comm = comm_or_world(comm, axis=axis, device=first.device)
         self.axis = axis
         self._flat_groups: list[_FlatGroup] = []
+        self._state_bits = state_bits
+        self._coded = CodedStates(ShardGroup(self.comm, axis), _checked_block(state_block))
         inner_groups = [self._inner_group(param_group) for param_group in self.param_groups]
         self.inner = optimizer(inner_groups, **kwargs)
         self.defaults = dict(self.inner.defaults)
@@ -75,12 +88,13 @@ class ShardedOptimizer(Optimizer):
 
     def _inner_group(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
         """A group of the optimizer of this rank's shards."""
-        flat_groups = self._flatten(param_group["params"])
+        bits = _checked_bits(param_group.get("state_bits", self._state_bits))
+        flat_groups = self._flatten(param_group["params"], has_8_bits=bits == 8)
         self._flat_groups += flat_groups
         shards = [shard for flat_group in flat_groups for shard in flat_group.shards]
         return {**_settings(param_group), "params": shards}
 
-    def _flatten(self, params: Sequence[nn.Parameter]) -> list[_FlatGroup]:
+    def _flatten(self, params: Sequence[nn.Parameter], *, has_8_bits: bool) -> list[_FlatGroup]:
         """The parameters of a group in flat memory: runs of the same dtype and device, trained or
         frozen.
         """
@@ -90,7 +104,8 @@ class ShardedOptimizer(Optimizer):
                 runs[-1].append(param)
             else:
                 runs.append([param])
-        return [_FlatGroup(run, ShardGroup(self.comm, self.axis)) for run in runs]
+        group = ShardGroup(self.comm, self.axis)
+        return [_FlatGroup(run, group, has_8_bits=has_8_bits) for run in runs]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch's optimizers do; every rank adds the same."""
@@ -122,7 +137,9 @@ class ShardedOptimizer(Optimizer):
         for flat_group in self._flat_groups:
             flat_group.follow_memory()
             flat_group.set_shard_grads()
+        self._coded.decode(self.inner.state)
         self.inner.step()
+        self._encode_states()
         updated = [each for each in self._flat_groups if each.has_gradient]
         works = [
             self.comm.start_all_gather_(flat_group.params_memory.alias(), self.axis)
@@ -136,11 +153,15 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's shard: it can be loaded on the same number of ranks alone."""
         self._copy_settings_to_inner()
-        return self.inner.state_dict()
+        with self._coded.decoded(self.inner.state):
+            found = self.inner.state_dict()
+            return {**found, "state": {key: {**value} for key, value in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank."""
+        self._coded.clear()
         self.inner.load_state_dict(state_dict)
+        self._encode_states()
         self._copy_settings_from_inner()
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -148,8 +169,9 @@ class ShardedOptimizer(Optimizer):
         collective over all ranks.
         """
         state_of: dict[int, State] = {}
-        for flat_group in self._flat_groups:
-            state_of.update(flat_group.gather_states(self.inner.state))
+        with self._coded.decoded(self.inner.state):
+            for flat_group in self._flat_groups:
+                state_of.update(flat_group.gather_states(self.inner.state))
         states: dict[int, State] = {}
         for number, param in enumerate(self._all_params()):
             state = state_of.get(id(param))
@@ -180,9 +202,11 @@ class ShardedOptimizer(Optimizer):
         states: dict[int, State] = {}
         for number, param in enumerate(params):
             states[id(param)] = given.get(number, {})
+        self._coded.clear()
         self.inner.state.clear()
         for flat_group in self._flat_groups:
             self.inner.state.update(flat_group.shard_states(states))
+        self._encode_states()
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
 
@@ -196,8 +220,14 @@ class ShardedOptimizer(Optimizer):
 
     def shard_state(self, param: Tensor) -> State:
         """The state of this rank's shard of a parameter; empty before the first step."""
-        state: State = self.inner.state.get(self.shard_of(param), {})
-        return state
+        shard = self.shard_of(param)
+        return {**self.inner.state.get(shard, {}), **self._coded.of_shard(shard)}
+
+    def _encode_states(self) -> None:
+        """States that have 8 bits between steps get them."""
+        flat_groups = [each for each in self._flat_groups if each.has_8_bits]
+        shards = [shard for flat_group in flat_groups for shard in flat_group.shards]
+        self._coded.encode(self.inner.state, shards)
 
     def _all_params(self) -> list[nn.Parameter]:
         found: list[nn.Parameter] = []
@@ -213,10 +243,12 @@ class _FlatGroup:
     Attributes:
         params: unsharded, views into `params_memory`.
         shards: this rank's entries of each, perhaps none, views into the same memory.
+        has_8_bits: whether their states have 8 bits between steps.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: ShardGroup) -> None:
+    def __init__(self, params: list[nn.Parameter], group: ShardGroup, *, has_8_bits: bool) -> None:
         self.params = params
+        self.has_8_bits = has_8_bits
         self._index = group.comm.index(group.axis)
         self.layout = FlatLayout.of(
             {str(number): tuple(param.shape) for number, param in enumerate(params)},
@@ -308,6 +340,21 @@ def _check_not_sharded(params: Iterable[Tensor]) -> None:
             fix="the plain optimizer, such as torch.optim.AdamW(net.parameters())",
         )
         raise PlanError(fault)
+
+
+def _checked_bits(bits: object) -> object:
+    """The bits of a group's states, if they can be chosen."""
+    if bits in (None, 8):
+        return bits
+    what = "states have 8 bits or the type of the parameters"
+    raise PlanError(Fault("state_bits", what, got=str(bits), need="8 or None"))
+
+
+def _checked_block(length: int) -> int:
+    if length >= 2:
+        return length
+    what = "entries share a scale"
+    raise PlanError(Fault("state_block", what, got=str(length), need="2 or more"))
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -24,7 +24,7 @@ Note [Codes of states]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.comm.comm import Comm
 from weft.core.axes import Box, blocks_of
 from weft.parallel.zero.param_entries import ParamEntries
 
@@ -177,3 +178,36 @@ class StateBlocks:
         before = box.lo[-1] % self.length
         rows: Tensor = blocks.flatten(-2).narrow(-1, before, box.shape[-1])
         return rows
+
+
+def join_cut_blocks(
+    blocks: Sequence[StateBlocks],
+    largest: Sequence[Tensor | None],
+    *,
+    comm: Comm | None,
+    axes: tuple[str, ...],
+) -> None:
+    """Replace the largest values of cut blocks by those over all boxes that have entries; a collective
+    over the axes if any block is cut.
+
+    Args:
+        blocks: of states, the same ones in the same order on every rank.
+        largest: of the blocks of each state; None if this rank has no entries of it.
+    """
+    sizes = [len(each.cut) for each in blocks]
+    if not sum(sizes):
+        return
+    assert comm is not None, "only shards cut blocks"
+    device = comm.device
+    joined = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    held = [
+        (place, [places.to(device) for places in each.own_cut], absmax)
+        for place, (each, absmax) in enumerate(zip(blocks, largest, strict=True))
+        if absmax is not None
+    ]
+    parts = joined.split(sizes)
+    for place, (own, among_cut), absmax in held:
+        parts[place].scatter_reduce_(0, among_cut, absmax[own], "amax")
+    parts = comm.all_reduce(joined, axes, op="max").split(sizes)
+    for place, (own, among_cut), absmax in held:
+        absmax[own] = parts[place][among_cut]

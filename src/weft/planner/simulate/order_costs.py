@@ -26,6 +26,7 @@ from weft.planner.measure.played_actions import action_keys
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.planner.simulate.placed_steps import Numbers, PlacedSteps, num_distinct
+from weft.planner.simulate.speeds import goes_by_node
 from weft.schedule.lower import Send
 from weft.view.quantity import memory, short_time
 
@@ -151,7 +152,7 @@ def _costs(
         for (axis, op, group), sent_bytes in _sent_bytes(steps, role).items():
             along = nodes[steps.in_all_lanes(group)]
             most[axis] = max(most[axis], int(num_distinct(along).max()))
-            share = float(crossing_shares(op, along).mean())
+            share = float(crossing_shares(op, along, steps.hardware).mean())
             crossing[axis] += round(role.num_ranks * share * sent_bytes)
     step_s = steps.slowest(placement).total_s
     return OrderCosts(order.text, step_s, dict(most), dict(crossing))
@@ -186,9 +187,10 @@ def _operations(role: RoleCosts) -> Iterator[tuple[Operation, int]]:
             yield op, 1
 
 
-def crossing_shares(op: Op, nodes: Numbers) -> NDArray[np.float64]:
+def crossing_shares(op: Op, nodes: Numbers, hardware: Hardware) -> NDArray[np.float64]:
     """Of what a rank sends, the share that goes to another node: of a ring once for each node, on
-    average over its members, of an all-to-all what is for members elsewhere.
+    average over its members, of an all-to-all what is for members elsewhere. See Note [Time of
+    work] in `speeds` for collectives that go by node.
 
     Args:
         nodes: of the members of a group, the sender first, a row for each lane.
@@ -201,5 +203,7 @@ def crossing_shares(op: Op, nodes: Numbers) -> NDArray[np.float64]:
         num_elsewhere = np.count_nonzero(nodes != nodes[:, :1], axis=1)
         elsewhere: NDArray[np.float64] = num_elsewhere / max(1, num_members - 1)
         return elsewhere
-    ring: NDArray[np.float64] = np.where(num_nodes > 1, num_nodes, 0) / num_members
-    return ring
+    by_node = [goes_by_node(hardware, num_members, int(number)) for number in num_nodes]
+    ring = np.where(num_nodes > 1, num_nodes, 0) / num_members
+    shares: NDArray[np.float64] = np.where(by_node, (num_nodes - 1) / max(1, num_members - 1), ring)
+    return shares

@@ -60,13 +60,14 @@ class PlacedSteps:
 
     Attributes:
         mesh: of the run.
+        hardware: that it is priced for.
     """
 
     def __init__(self, roles: Sequence[RoleCosts], hardware: Hardware) -> None:
         plan = roles[0].step.plan
         self.mesh = plan.mesh
+        self.hardware = hardware
         self._roles = roles
-        self._hardware = hardware
         self._order = pipeline_order(plan.table)
         self._degrees = tuple(degree for _, degree in self.mesh.axes)
         every_rank = np.arange(self.mesh.size)
@@ -122,7 +123,7 @@ class PlacedSteps:
         return max(lanes, key=lambda lane: lane.total_s)
 
     def _step(self, nodes: NodePlacement) -> LaneStep:
-        speeds = Speeds(self._hardware, nodes)
+        speeds = Speeds(self.hardware, nodes)
         return LaneStep(step_time(self._roles, speeds, order=self._order), nodes)
 
 

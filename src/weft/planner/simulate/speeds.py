@@ -11,7 +11,10 @@ Note [Time of work]
     ring's steps; an all-reduce between nodes at most those of a tree (NCCL has trees for that
     operation alone). A ring leaves a node once for each of its members there, so it has the network
     of all of them; an all-to-all goes straight to each member, and what is for other nodes leaves
-    through the device's own share of the network. The constants are few, and fitted
+    through the device's own share of the network. CPU ranks, equally many on each node, add up and
+    gather in memory within nodes and then, at each place, between them (`comm/hosts_group.py`): of
+    n members on k nodes a share (k - 1) / (n - 1) of a ring's bytes leaves the node, and the two
+    parts follow each other. The constants are few, and fitted
     (`weft_plan/calibration/fit.py`) or assumed; a prediction says which.
 """
 
@@ -116,6 +119,9 @@ class Speeds:
             return op.sent_bytes / self._link_rate(members)
         members_a_node = max(1, members // num_nodes)
         inside_s = op.sent_bytes / self._link_rate(members_a_node) if members_a_node > 1 else 0.0
+        if op.op != "all_to_all" and goes_by_node(self.hardware, members, num_nodes):
+            outside = (num_nodes - 1) / (members - 1)
+            return outside * op.sent_bytes / self._network_rate + (1 - outside) * inside_s
         if op.op != "all_to_all":
             ring_rate = self._network_rate * members_a_node
             return max(inside_s, op.sent_bytes / ring_rate)
@@ -166,6 +172,13 @@ class Speeds:
     def _network_rate(self) -> float:
         """Bytes a second of one device between nodes."""
         return self.hardware.network_gb_s * GB * self.efficiency.network
+
+
+def goes_by_node(hardware: Hardware, members: int, num_nodes: int) -> bool:
+    """Whether collectives of so many members go in memory within nodes, then between them; see Note
+    [Time of work].
+    """
+    return hardware.device == "cpu" and members > num_nodes > 1 and members % num_nodes == 0
 
 
 def rounded_maximum(a: float, b: float) -> float:

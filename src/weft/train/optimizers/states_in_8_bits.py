@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.parallel.zero.param_entries import ParamEntries
-from weft.parallel.zero.state_codes import ABSMAX, SIGNED, UNSIGNED, StateBlocks
+from weft.parallel.zero.state_codes import ABSMAX, SIGNED, UNSIGNED, StateBlocks, join_cut_blocks
 from weft.train.optimizers.contract import Optimizer, State
 
 MOST_ENTRIES = 2**24
@@ -102,32 +102,14 @@ class StatesIn8Bits:
         for name in values:
             for key in self.keys(name):
                 largest[name, key] = self.blocks[name].absmax(values[name][key])
-        self._join_cut(part, largest)
+        keys = [(name, key) for name in part for key in self.keys(name)]
+        join_cut_blocks(
+            [self.blocks[name] for name, _ in keys],
+            [largest.get(key) for key in keys],
+            comm=self.comm,
+            axes=self.entries[part[0]].axes,
+        )
         for (name, key), absmax in largest.items():
             state = states[name]
             state[key + ABSMAX].copy_(absmax)
             self.blocks[name].encode(values[name][key], absmax, state[key])
-
-    def _join_cut(self, part: Sequence[str], largest: Mapping[tuple[str, str], Tensor]) -> None:
-        """Replace the largest values of cut blocks by those over all boxes that have entries."""
-        keys = [(name, key) for name in part for key in self.keys(name)]
-        sizes = [len(self.blocks[name].cut) for name, _ in keys]
-        if not sum(sizes):
-            return
-        assert self.comm is not None, "only shards cut blocks"
-        joined = torch.zeros(sum(sizes), dtype=torch.float32, device=self.comm.device)
-        places = dict(zip(keys, joined.split(sizes), strict=True))
-        for (name, key), absmax in largest.items():
-            own, among_cut = self._own_cut(name)
-            places[name, key].scatter_reduce_(0, among_cut, absmax[own], "amax")
-        axes = self.entries[part[0]].axes
-        total = self.comm.all_reduce(joined, axes, op="max")
-        of_keys = dict(zip(keys, total.split(sizes), strict=True))
-        for (name, key), absmax in largest.items():
-            own, among_cut = self._own_cut(name)
-            absmax[own] = of_keys[name, key][among_cut]
-
-    def _own_cut(self, name: str) -> tuple[Tensor, Tensor]:
-        assert self.comm is not None, "only shards cut blocks"
-        own, among_cut = self.blocks[name].own_cut
-        return own.to(self.comm.device), among_cut.to(self.comm.device)
