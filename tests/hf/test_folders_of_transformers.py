@@ -23,7 +23,7 @@ from weft.models import FAMILIES
 from weft.models.transformers.build import Architecture, architecture_of, param_names
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.family import AXES
-from weft.models.transformers.stored import box_in_order
+from weft.models.transformers.stored import WithoutCopies, box_in_order
 from weft.start.transformers_model import prepared
 
 transformers = pytest.importorskip("transformers")
@@ -114,6 +114,14 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     edit(tmp_path, lambda tensors: tensors.update({EXPERT: torch.ones(3, 5)}))
     with pytest.raises(CheckpointError, match=rf"{EXPERT}: config.json makes another shape of it"):
         match_folder(tmp_path, described(tmp_path, "mixtral"))
+
+
+def test_coordinates_of_a_large_model_take_no_memory() -> None:
+    whole = torch.zeros(1).expand(2**20, 2**20)
+    with WithoutCopies():
+        parts = [part.contiguous().clone() for part in torch.chunk(whole, 2)]
+    assert [part.shape[0] for part in parts] == [2**19, 2**19]
+    assert parts[0].untyped_storage().nbytes() == whole.element_size()
 
 
 def test_entries_in_another_order_are_no_part() -> None:

@@ -33,9 +33,7 @@ def model_type_of(name: str) -> str:
     known = architectures()
     if not known:
         fix = "pip install 'weft-train[hf]'"
-        raise ConfigError(
-            Fault(KEY, "needs transformers 5.8 or newer", got=repr(name), fix=fix)
-        )
+        raise ConfigError(Fault(KEY, "needs transformers 5.8 or newer", got=repr(name), fix=fix))
     model_type = name.removeprefix(PREFIX)
     if model_type not in known:
         names = [f"{PREFIX}{each}" for each in known]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.config.hf.architectures import KEY
 from weft.config.hf.mapping import TensorPart
@@ -18,6 +20,22 @@ VIEWS = frozenset({"MergeModulelist", "Concatenate"})
 """Operations of transformers' conversion whose reverse makes views."""
 MOST_MOVED = 2**28
 """Entries of a model for which others are run."""
+
+
+class WithoutCopies(TorchFunctionMode):
+    """Tensors are left as they lie: the parts of a view are views, and take no memory."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls the function, but for copies of the same entries."""
+        if func in (Tensor.contiguous, Tensor.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def stored_tensors(
@@ -49,7 +67,8 @@ def stored_tensors(
 
     def converted(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
-            found: dict[str, Tensor] = revert_weight_conversion(lm, dict(values))  # type: ignore[arg-type]
+            with WithoutCopies():
+                found: dict[str, Tensor] = revert_weight_conversion(lm, dict(values))  # type: ignore[arg-type]
         except Exception as error:
             what = f"transformers cannot name the tensors of a folder: {type_and_message(error)}"
             raise PlanError(Fault(KEY, what, fix="another architecture")) from error
