@@ -1,74 +1,191 @@
-"""Gemma 3 with images: its text part is read, trained and exported as a model of text, with the logits of the whole model."""
+"""Models of several parts: the text part is read, trained and exported as a model of text, with the whole model's logits."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+
+from weft.commands.import_ import import_run
 from weft.config.hf.read_config import describe_folder
-from weft.config.hf.text_part import TEXT_DEFAULTS, text_config_of, text_tensors
+from weft.config.hf.text_part import text_config_of
 from weft.config.load import load
-from weft.hf.check_logits import weft_logits
+from weft.core.axes import Box
+from weft.errors import CheckpointError, ConfigError
+from weft.hf.check_logits import hf_logits
+from weft.hf.export_hf import export_hf
 from weft.hf.folder import HfFolder
+from weft.hf.match import match_folder
+from weft.hf.text_places import whole_class
 from weft.models import FAMILIES
 
+TEXT: Mapping[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+VISION: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA_4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 288}
+GEMMA_4 |= {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA_4_VISION = {
+    **VISION,
+    "model_type": "gemma4_vision",
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "num_key_value_heads": 2,
+}
+FOLDERS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "gemma3": ("gemma3", {"head_dim": 8, "sliding_window": 8}, VISION),
+    "mistral3": ("mistral", {"head_dim": 8}, VISION),
+    "qwen3_5": (
+        "hf:qwen3_5_text",
+        {"head_dim": 8, **LINEAR},
+        {**QWEN_VISION, "num_position_embeddings": 16},
+    ),
+    "gemma4": ("hf:gemma4_text", {"head_dim": 8, "global_head_dim": 8, **GEMMA_4}, GEMMA_4_VISION),
+    "qwen2_5_vl": ("qwen2", {"rope_parameters": MROPE}, QWEN_VISION),
+}
+"""Model type -> family that reads its text part, keys of the text part, and those of the vision part."""
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of text and images as transformers saves it."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    text = {
-        "vocab_size": 288,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "sliding_window": 8,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    tokens = {"image_token_index": 287, "boi_token_index": 285, "eoi_token_index": 286}
+def saved(
+    folder: Path, model_type: str, text: Mapping[str, Any], vision: Mapping[str, Any], **save: Any
+) -> Path:
+    """A small model of text and images as transformers saves it."""
     torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
-    folder = tmp_path_factory.mktemp("hf") / "gemma3"
-    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    default = CONFIG_MAPPING[model_type]()
+    parts = {
+        name: {"model_type": getattr(getattr(default, name), "model_type", ""), **values}
+        for name, values in (("text_config", {**TEXT, **text}), ("vision_config", vision))
+    }
+    config = CONFIG_MAPPING[model_type](**parts)
+    whole_class(config)(config).save_pretrained(folder, **save)
     return folder
 
 
-def test_logits_of_texts_are_those_of_the_whole_model(folder: Path) -> None:
-    from transformers import Gemma3ForConditionalGeneration
-
+@pytest.mark.parametrize("model_type", FOLDERS)
+def test_the_text_part_is_imported_and_exported(model_type: str, tmp_path: Path) -> None:
+    """With the logits of the whole model, and what is not read is said."""
+    family, text, vision = FOLDERS[model_type]
+    folder = saved(tmp_path / "in", model_type, text, vision)
+    imported = import_run(folder, tmp_path / "run", compares=True)
+    assert imported.is_equal
+    assert any("largest logit difference" in line for line in imported.lines), imported.lines
+    assert any("the text part alone is read, without" in line for line in imported.lines)
     run = load(["--model.from_hf", str(folder)], FAMILIES)
-    assert (run.model.name, run.model.architecture["layers"]) == ("gemma3", 7)
+    assert run.model.name == family
+    out = tmp_path / "out"
+    exported = export_hf(
+        tmp_path / "run" / "ckpt" / "step-000000",
+        out,
+        dtype=None,
+        max_shard_bytes=2**30,
+        sidecar_folders=[tmp_path / "run" / "hf"],
+        compares=False,
+    )
+    assert any(line.startswith("the text part alone, as ") for line in exported.lines)
     tokens = torch.randint(280, (2, 24), generator=torch.Generator().manual_seed(1))
-    whole = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = whole(tokens).logits
-        found = weft_logits(HfFolder(folder, run.model), run.model, tokens, dtypes={})
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        difference = hf_logits(folder, tokens) - hf_logits(out, tokens)
+    assert float(difference.abs().max()) < 1e-5
 
 
-def test_a_config_that_says_little_has_the_defaults_of_transformers(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_one_tensor_an_expert_is_read_as_transformers_puts_them_together(tmp_path: Path) -> None:
+    """As models are published; any part of a stack of experts is that of the packed tensor."""
+    text = {"head_dim": 8, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}
+    vision = {**QWEN_VISION, "num_position_embeddings": 16}
+    published = saved(tmp_path / "published", "qwen3_5_moe", text, vision)
+    packed = saved(tmp_path / "packed", "qwen3_5_moe", text, vision, save_original_format=False)
+    folders = [
+        HfFolder(folder, load(["--model.from_hf", str(folder)], FAMILIES).model)
+        for folder in (published, packed)
+    ]
+    stacks = {name: shape for name, shape in folders[0].shapes.items() if ".experts." in name}
+    assert len(stacks) == 8
+    for name, (experts, rows, columns) in stacks.items():
+        whole = Box.whole((experts, rows, columns))
+        part = Box((1, rows // 4, 2), (3, rows - 3, columns))
+        for box in (whole, part):
+            assert torch.equal(*(folder.read(name, box) for folder in folders))
+
+
+def test_tensors_that_transformers_changes_are_rejected(tmp_path: Path) -> None:
+    """The experts of Qwen3-VL are published as [E, in, out]."""
+    text = {**EXPERTS, "head_dim": 8, "rope_parameters": MROPE, "norm_topk_prob": True}
+    folder = saved(tmp_path, "qwen3_vl_moe", text, QWEN_VISION)
+    run = load(["--model.from_hf", str(folder)], FAMILIES)
+    assert match_folder(folder, run.model).params
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"changes tensors.*save_original_format=False"):
+        match_folder(folder, run.model)
+
+
+def test_a_decoder_that_computes_other_logits_is_rejected(tmp_path: Path) -> None:
+    """Experts of Qwen3-VL are always normalised, those of Qwen 3 only where the config says so."""
+    folder = saved(
+        tmp_path, "qwen3_vl_moe", {**EXPERTS, "head_dim": 8, "rope_parameters": MROPE}, QWEN_VISION
+    )
+    run = load(["--model.from_hf", str(folder)], FAMILIES)
+    with pytest.raises(CheckpointError, match="qwen3_vl_moe computes other logits of a text than"):
+        match_folder(folder, run.model)
+
+
+def test_text_that_is_read_in_both_directions_is_rejected(tmp_path: Path) -> None:
+    """As the prompts of PaliGemma."""
+    folder = saved(tmp_path, "paligemma", {"head_dim": 8}, VISION)
+    run = load(["--model.from_hf", str(folder)], FAMILIES)
+    with pytest.raises(CheckpointError, match="paligemma computes other logits of a text than"):
+        match_folder(folder, run.model)
+
+
+def test_a_text_part_without_a_decoder_is_rejected(tmp_path: Path) -> None:
+    config = {"model_type": "glm4v", "text_config": {"model_type": "glm4v_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match="glm4v: transformers has no decoder for its text part"):
+        load(["--model.from_hf", str(tmp_path)], FAMILIES)
+
+
+def test_a_config_that_says_little_has_the_defaults_of_transformers(tmp_path: Path) -> None:
     """As those of the published models."""
-    from transformers import Gemma3TextConfig
-
-    default = Gemma3TextConfig()
-    assert {name: getattr(default, name) for name in TEXT_DEFAULTS} == dict(TEXT_DEFAULTS)
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -86,7 +203,7 @@ def test_a_config_that_says_little_has_the_defaults_of_transformers(
 
 
 def test_other_models_are_read_as_they_are() -> None:
-    config = {"architectures": ["Gemma3ForCausalLM"], "text_config": {}}
+    config = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     assert text_config_of(config) is config
-    tensors = {"model.norm.weight": 1}
-    assert text_tensors(tensors) is tensors
+    dbrx = {"model_type": "dbrx", "attn_config": {}}
+    assert text_config_of(dbrx) is dbrx

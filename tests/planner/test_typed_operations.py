@@ -184,6 +184,10 @@ OPERATIONS: dict[str, Operation] = {
     "write to a slice": Operation(written),
     "repeat_interleave": Operation(lambda x: x.repeat_interleave(2, 1)),
     "tile": Operation(lambda x: x.repeat(1, 2, 1)),
+    "tokens for each expert": Operation(
+        lambda x, w: torch.bmm(x.flatten(0, 1).repeat(2, 1).view(2, -1, D), w).sum(0),
+        params=((2, D, 3),),
+    ),
     "diagonal": Operation(lambda x: (x @ x.mT).diagonal(dim1=-2, dim2=-1)),
     "diag_embed": Operation(lambda x: torch.diag_embed(x)),
     "tensordot": Operation(lambda x, w: torch.tensordot(x, w, dims=1), params=((D, 3),)),

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.source import Source
+from weft.config.hf.read_config import CONFIG
+from weft.config.hf.safetensors_files import read_json
+from weft.config.hf.text_part import whole_config_of
 from weft.core.axes import Box
 from weft.core.machine_memory import available_bytes
 from weft.core.model_config import ModelConfig
-from weft.errors import WeftError
+from weft.errors import WeftError, type_and_message
+from weft.hf.text_places import whole_class
 from weft.models import FAMILIES
 from weft.models.common.batch import forward, token_batch, with_later_targets
 from weft.models.common.init import named_parameters, tie
@@ -100,12 +104,19 @@ def compare_logits(
     tokens = torch.randint(vocab, (NUM_SEQUENCES, seq_len), generator=generator)
     with torch.no_grad():
         labels = getattr(cfg, "labels", 0)
-        expected = hf_logits(folder, tokens, labels=labels, gguf=gguf)
+        try:
+            expected = hf_logits(folder, tokens, labels=labels, gguf=gguf)
+        except ForwardError as error:
+            return LogitsComparison(reason=str(error))
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
         if labels:
             found = found[:, -1]
     difference = (found - expected).abs().max()
     return LogitsComparison(difference=difference.item(), largest=expected.abs().max().item())
+
+
+class ForwardError(WeftError):
+    """transformers loads a model, and cannot run it on texts."""
 
 
 def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0, gguf: Gguf | None = None) -> Tensor:
@@ -119,6 +130,9 @@ def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0, gguf: Gguf | Non
     auto_model: Any = transformers.AutoModelForCausalLM
     if is_scored:
         auto_model = transformers.AutoModelForSequenceClassification
+    else:
+        config = whole_config_of(read_json(folder / CONFIG))
+        auto_model = auto_model if config is None else whole_class(config)
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
     bars: AbstractContextManager[object] = nullcontext()
     if gguf is not None:
@@ -135,7 +149,11 @@ def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0, gguf: Gguf | Non
     model.eval()
     if is_scored:  # of the last token; one text at a time needs no token of padding
         return torch.cat([model(input_ids=row[None], use_cache=False).logits for row in tokens])
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    try:
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    except Exception as error:
+        name = type(model).__name__
+        raise ForwardError(f"{name} fails in transformers: {type_and_message(error)}") from error
     return logits
 
 

@@ -74,6 +74,7 @@ class ExportedModel:
         typed: tensors of the folder.
         config: content of config.json.
         texts: name -> content of further small files.
+        note: what of the model that was imported is not there.
     """
 
     source: Source
@@ -81,6 +82,7 @@ class ExportedModel:
     typed: tuple[TypedTensor, ...]
     config: Mapping[str, Any]
     texts: Mapping[str, str]
+    note: str = ""
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -111,7 +113,8 @@ def describe_checkpoint(
     source = model.source
     cfg = model.cfg
     texts = read_sidecars(sidecar_folders)
-    original = text_config_of(json.loads(texts.pop(CONFIG, "{}")))
+    whole = json.loads(texts.pop(CONFIG, "{}"))
+    original = text_config_of(whole)
     faults = tuple(unwritable(cfg, FAMILIES))
     if faults:
         raise CheckpointError(*faults)
@@ -121,7 +124,8 @@ def describe_checkpoint(
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
     classes = (model.facts.run.get("data") or {}).get("classes", ())
     config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original, classes=classes)
-    return ExportedModel(source, cfg, typed, config, texts)
+    note = f"the text part alone, as {config['architectures'][0]}" if original is not whole else ""
+    return ExportedModel(source, cfg, typed, config, texts, note)
 
 
 def export_hf(
@@ -162,7 +166,8 @@ def export_hf(
     num_bytes = sum(each.num_bytes for each in model.typed)
     size = f"{memory(num_bytes)}, {len(model.typed)} tensors"
     line = f"{folder}: {count_params(model.source)}, {model.config['torch_dtype']}, {size}"
-    return TransferResult(lines=(line, str(comparison)), is_equal=comparison.is_equal)
+    lines = tuple(filter(None, (line, model.note, str(comparison))))
+    return TransferResult(lines, is_equal=comparison.is_equal)
 
 
 def export_adapters(

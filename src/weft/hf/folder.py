@@ -67,6 +67,7 @@ class HfFolder:
         self.entries = matched.entries
         self.sources = matched.params
         self.aliases = matched.aliases
+        self.notes = matched.notes
         self._files = MappedFiles()
 
     @property

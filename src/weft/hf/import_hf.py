@@ -88,6 +88,7 @@ def import_hf(
     size = f"{memory(manifest.num_bytes)}"
     lines = (
         f"{folder}: {count_params(source)}, {size}, now {out / FOLDER / 'step-000000'}",
+        *source.notes,
         str(comparison),
         advice,
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from weft.config.hf.mapping import EXPERT, SCORE, HFMapping, Slice, WeightMapping, WeightRule
 from weft.config.hf.read_config import hf_mappings
-from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some, list_tensors
+from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.placement import ParamSource, Placement, placements
+from weft.hf.text_tensors import list_text_tensors
 from weft.models import FAMILIES
 
 MIN_COUNTED = 512
@@ -30,11 +31,13 @@ class MatchedFolder:
         params: parameter -> its source.
         aliases: tied parameter that the files repeat beside its owner -> its source; it must hold
             the same.
+        notes: what of the folder is not read.
     """
 
     entries: Mapping[str, TensorEntry]
     params: Mapping[str, ParamSource]
     aliases: Mapping[str, ParamSource]
+    notes: tuple[str, ...] = ()
 
 
 def mapping_of(family: str) -> HFMapping:
@@ -65,13 +68,15 @@ def match_folder(folder: Path, cfg: ModelConfig) -> MatchedFolder:
         CheckpointError: tensors that are missing, left over or do not fit, files that are missing
             or damaged.
     """
-    return match_tensors(
+    found = list_text_tensors(folder, family=cfg.family)
+    matched = match_tensors(
         mapping_of(cfg.family).weights,
         cfg,
-        list_tensors(folder),
+        found.entries,
         ties=FAMILIES[cfg.family].ties(cfg),
         folder=str(folder),
     )
+    return replace(matched, notes=found.notes)
 
 
 def match_tensors(

@@ -92,15 +92,19 @@ def _check_blocks(run: Run) -> None:
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:
-    """Random numbers and parameters that are left out, and a comparison that could not be made."""
-    from weft.models.transformers.build import architecture_of, noise_of  # they import torch
+    """Noise, clips and parameters that are left out, and a comparison that could not be made."""
+    from weft.models.transformers.build import architecture_of, clips_of, noise_of  # torch
     from weft.models.transformers.check import check_against_transformers
     from weft.models.transformers.sizes import SETTINGS
 
-    left_out = noise_of(json.loads(values[SETTINGS] or "{}"))
-    if left_out:
-        names = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
-        yield f"trained without random noise (config.json: {names})"
+    settings = json.loads(values[SETTINGS] or "{}")
+    for what, left_out in (
+        ("random noise", noise_of(settings)),
+        ("parameters clipped within the forward", clips_of(settings)),
+    ):
+        if left_out:
+            names = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
+            yield f"trained without {what} (config.json: {names})"
     untrained = architecture_of(model_type, values).untrained
     if untrained:
         names = counted(len(untrained), "parameter")

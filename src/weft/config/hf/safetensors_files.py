@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from weft.config.hf.text_part import text_tensors
 from weft.errors import CheckpointError, Fault, counted
 from weft.small_files import MIB, UnreadableFile, open_regular, parse_json, read_json_object
 
@@ -47,8 +46,7 @@ class TensorEntry:
 
 
 def list_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a folder by name, in the order of the files; of a model with images those of its
-    text part.
+    """All tensors of a folder by name, in the order of the files.
 
     Raises:
         CheckpointError: no weights, a missing or damaged file, a tensor in two files or not in the
@@ -72,7 +70,7 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
         if name not in found or found[name].file.name != file:
             fix = "download the folder again: a file is not the one that the index was written for"
             raise CheckpointError(Fault(str(folder / INDEX), f"{name} is not in {file}", fix=fix))
-    return text_tensors(found)
+    return found
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -230,6 +230,16 @@ def attention_draws(q_BSHK: Tensor, p: float) -> AttentionDraws | None:
     return AttentionDraws(DimEntries.whole(num_heads), DropoutDraws(p, keys, 0, ()))
 
 
+def uniform_like(x: Tensor) -> Tensor:
+    """Numbers between 0 and 1 in the shape of x, whose first dim counts sequences, or tokens by
+    sequences; those of torch's generator outside of a run.
+    """
+    if has_torch_function_unary(x):
+        out: Tensor = handle_torch_function(uniform_like, (x,), x)
+        return out
+    return torch.rand_like(x)
+
+
 def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:
     """x_B... with all entries of a sequence 0 with probability p, and those of others divided by
     1 - p: stochastic depth (Huang et al. 2016), for the branch beside a residual.

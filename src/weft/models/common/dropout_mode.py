@@ -11,6 +11,7 @@ Note [Dropout of torch]
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Protocol
@@ -41,7 +42,9 @@ from weft.models.common.dropout import (
     call_key,
     drop,
     drop_path,
+    has_no_memory,
     times_factors,
+    uniform_like,
 )
 from weft.models.common.embedding_noise import NOISE, add_noise, embedding_noise
 
@@ -274,6 +277,14 @@ def _path(mode: CounterDropout, x: Tensor, p: float, training: bool = True) -> T
     return times_factors(x, factors)
 
 
+def _uniform_like(mode: CounterDropout, x: Tensor) -> Tensor:
+    """1 / e where nothing is drawn."""
+    draws = mode.draws(x, tuple(x.shape), 0.0)
+    if draws is None or has_no_memory(x):
+        return torch.full_like(x, math.exp(-1))
+    return draws.uniform(x.dtype).add_(1).div_(2).view(x.shape)
+
+
 def _embedding_noise(mode: CounterDropout, x: Tensor, alpha: float) -> Tensor:
     draws = mode.draws(x, tuple(x.shape), 0.0)
     return x if draws is None else add_noise(x, draws, alpha, mode.documents_BT)
@@ -395,6 +406,7 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _multi_head_attention,
     attention_draws: CounterDropout.draws_of_attention,
     drop_path: _path,
+    uniform_like: _uniform_like,
     embedding_noise: _embedding_noise,
 }
 """Functions that drop out -> what is called in their place, with the mode first."""

@@ -24,17 +24,19 @@ from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.sizes import (
     DROPOUT,
+    NONE,
     SETTINGS,
     TINY,
-    TINY_OF,
     TOKENS,
     fields_of,
+    is_clip,
     is_drop_out,
     is_noise,
     own_name,
+    tiny_settings,
 )
 
-LAYER_LISTS = ("layer_types", "mlp_layer_types")
+LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
 ROPES = ("rope_parameters", "rope_scaling")
 LONGROPE = "longrope"
 FACTORS = ("short_factor", "long_factor")
@@ -67,7 +69,10 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     default = default_config(model_type)
     fields = dict(fields_of(default))
     settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
-    given: dict[str, Any] = {attribute: values[field] for field, attribute in fields.items()}
+    given: dict[str, Any] = {
+        attribute: None if values[field] == NONE else values[field]
+        for field, attribute in fields.items()
+    }
     if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
         given[own_name(default, "num_key_value_heads")] = values["heads"]
     if "model_type" in settings:  # the whole config.json of a folder
@@ -75,7 +80,7 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         given = fit_factors({**fitted(settings, values["layers"]), **given})
     else:
         tiny = {name: value for name, value in TINY.items() if name in vars(default)}
-        given |= {**tiny, **TINY_OF.get(model_type, {})}
+        given |= {**tiny, **fitted(tiny_settings(model_type), values["layers"])}
         given |= {**dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
     kept = settings.keys() - noise_of(settings) if values.get(DROPOUT, True) else ()
@@ -100,6 +105,11 @@ def random_of(config: Mapping[str, Any]) -> dict[str, float]:
 def noise_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Those of them that no layout computes, which are set to 0."""
     return {name: value for name, value in config.items() if is_noise(name, value)}
+
+
+def clips_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Bounds of parameters that a forward of training would clip; an update of a step keeps none."""
+    return {name: value for name, value in config.items() if is_clip(name, value)}
 
 
 def _token_ids(default: Any, vocab: int) -> Iterator[tuple[str, int]]:
@@ -164,6 +174,7 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
 
     register()
     own = type(config).from_dict(config.to_dict())
+    vars(own).update(dict.fromkeys(clips_of(vars(own))))  # past the checks of its types
     own._attn_implementation_internal = implementation
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -272,9 +283,10 @@ def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str]:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             blocks = blocks_of_model(lm, found.captured)
-            return backward_apart(
-                lambda: run_without_memory(run, blocks, token_example(ROWS, LENGTH))
-            )
+            example = token_example(ROWS, LENGTH)
+            keys = torch.zeros(ROWS, dtype=torch.int64, device=example.inputs.device)
+            example = replace(example, draw_keys=keys)
+            return backward_apart(lambda: run_without_memory(run, blocks, example))
     except Exception:  # noqa: BLE001 - the checks of the run say what fails
         return frozenset()
 

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, token_example
 from weft.models.runs_without_memory import run_without_memory
+from weft.models.transformers.carried import (
+    COLUMNS,
+    NOTHING,
+    CarriedTensors,
+    Place,
+    SharedEntry,
+    by_place,
+)
+from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import BlockCall, Recording, attend_name, calling
 
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
 ROWS, LENGTH = 2, 8
+HIDDEN = "hidden_states"
+EMBEDS = "inputs_embeds"
 POSITIONS = "position_ids"
 """Argument of a forward; a model without it counts positions from the first column."""
 OWN_POSITIONS = "create_position_ids_from_input_ids"
@@ -64,6 +77,13 @@ class Captured:
         implementation: of attention, as transformers names it.
         logits: path of the linear whose result the forward returns as logits; empty: it changes
             them (a soft-cap, a scale).
+        carried: what layers are handed beside the hidden state.
+        reads_ids: whether the trunk around layers gets the ids of tokens, which it hands to layers, or
+            without which it does not run; else it gets embeddings.
+        states: (path of a module, attribute) where a forward leaves a tensor for the next one, as for
+            generation with a cache; a block forgets it.
+        draws: whether a forward draws random numbers besides dropout, as routers do.
+        widths: path of a module before the layers -> shape of its result behind batch and sequence.
     """
 
     layers: str
@@ -76,6 +96,11 @@ class Captured:
     attentions: tuple[CapturedAttention, ...]
     implementation: str
     logits: str = ""
+    carried: CarriedTensors = NOTHING
+    reads_ids: bool = False
+    states: tuple[tuple[str, str], ...] = ()
+    draws: bool = False
+    widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def set_attends(self, lm: nn.Module) -> frozenset[str]:
         """Give each attention module of another model of the same config what it calls; their paths."""
@@ -83,6 +108,12 @@ class Captured:
             module = lm.get_submodule(one.path)
             setattr(module, attend_name(one.number), one.made(module))
         return frozenset(one.path for one in self.attentions)
+
+    def forget_states(self, lm: nn.Module) -> None:
+        """Let the modules of another model of the same config forget what their forward leaves."""
+        for path, name in self.states:
+            module = lm.get_submodule(path)
+            module.register_forward_hook(partial(_forget, name), always_call=True)
 
 
 def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bool) -> Captured:
@@ -97,22 +128,28 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
     if any(hasattr(module, OWN_POSITIONS) for module in lm.modules()):
         takes -= {POSITIONS}  # theirs begin behind padding_idx
     watched = _Watched(lm, layers)
+    empty = {(path, name) for path, name, value in _attributes(lm) if value is None}
     recording = Recording()
+    drawing = DrawsByCounter()
 
     def run(_blocks: Mapping[str, nn.Module], batch: Batch) -> None:
         watched.restart()
         recording.attends.clear()
         options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
-        with calling(BlockCall(recording=recording)):
+        watched.ids = batch.inputs
+        with calling(BlockCall(recording=recording)), drawing:
             watched.logits = lm(input_ids=batch.inputs, **options).logits
 
     try:
-        run_without_memory(run, {"lm": lm}, token_example(ROWS, LENGTH))
+        with torch.inference_mode(False), torch.enable_grad():
+            run_without_memory(run, {"lm": lm}, token_example(ROWS, LENGTH))
     except PlanError:
         raise
     except Exception as error:
         what = f"its forward fails without values: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix=OTHER)) from error
+    finally:
+        watched.end()
     if watched.order != list(range(num_layers)):
         what = "its layers do not run one after the other, once each"
         raise PlanError(Fault(KEY, what, got=str(watched.order), fix=OTHER))
@@ -132,7 +169,27 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         ),
         implementation=implementation,
         logits=watched.path_of_logits(),
+        carried=watched.carried(),
+        reads_ids=watched.reads_ids or EMBEDS not in takes or bool(watched.shapes),
+        states=tuple(
+            (path, name)
+            for path, name, value in list(_attributes(lm))
+            if isinstance(value, Tensor) and (path, name) in empty
+        ),
+        draws=drawing.is_used,
+        widths=watched.widths,
     )
+
+
+def _attributes(lm: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The plain attributes of all modules: path, name and value."""
+    for path, module in lm.named_modules():
+        yield from ((path, name, value) for name, value in vars(module).items())
+
+
+def _forget(name: str, module: nn.Module, _args: object, _out: object) -> None:
+    """A forward hook that sets an attribute to None."""
+    setattr(module, name, None)
 
 
 def forward_options(
@@ -174,13 +231,22 @@ class _Watched:
     def __init__(self, lm: nn.Module, layers: str) -> None:
         self.restart()
         self._linears: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
         stack: Any = lm.get_submodule(layers)
         for index, layer in enumerate(stack):
-            layer.register_forward_hook(self._left(index))
+            entered, left = self._entered(index), self._left(index)
+            self._hooks.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(left, with_kwargs=True))
         for path, module in _around(lm, layers):
-            module.register_forward_pre_hook(self._noted(path))
+            self._hooks.append(module.register_forward_pre_hook(self._noted(path)))
+            self._hooks.append(module.register_forward_hook(self._measured(path)))
             if isinstance(module, nn.Linear):
-                module.register_forward_hook(self._kept(path))
+                self._hooks.append(module.register_forward_hook(self._kept(path)))
+
+    def end(self) -> None:
+        """Remove the hooks, of which some detach results."""
+        for hook in self._hooks:
+            hook.remove()
 
     def restart(self) -> None:
         """Forget a run."""
@@ -189,6 +255,27 @@ class _Watched:
         self.before: set[str] = set()
         self.after: set[str] = set()
         self.logits: Tensor | None = None
+        self.ids: Tensor | None = None
+        self.reads_ids = False
+        self.hidden: tuple[int, ...] = ()
+        self.tensors: dict[int, Tensor] = {}
+        self.shapes: list[tuple[int, ...]] = []
+        self.shared: list[SharedEntry] = []
+        self.arguments: list[dict[Place, int]] = []
+        self.widths: dict[str, tuple[int, ...]] = {}
+
+    def carried(self) -> CarriedTensors:
+        """What layers are handed beside the hidden state."""
+        sizes = list(self.hidden)
+        batch_dim = next(
+            (at for at in range(len(sizes)) if sizes[at : at + 2] == [ROWS, LENGTH]), 0
+        )
+        del sizes[batch_dim : batch_dim + 2]
+        if not self.shapes:
+            return CarriedTensors(batch_dim=batch_dim)
+        return CarriedTensors(
+            tuple(sizes), batch_dim, tuple(self.shapes), tuple(self.arguments), tuple(self.shared)
+        )
 
     def path_of_logits(self) -> str:
         """Of the linear whose result is the logits; empty where none is."""
@@ -201,10 +288,58 @@ class _Watched:
 
         return keep
 
+    def _entered(self, index: int) -> Any:
+        def note(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            given = by_place(args, options)
+            hidden = given.pop(0 if args else HIDDEN, None)
+            self.reads_ids |= any(value is self.ids for value in given.values())
+            if index == len(self.arguments):
+                self.arguments.append(dict(self._carried_of(given)))
+            if index == 0 and isinstance(hidden, Tensor):
+                self.hidden = tuple(hidden.shape)
+
+        return note
+
+    def _carried_of(self, given: Mapping[Place, Any]) -> Iterator[tuple[Place, int]]:
+        """The arguments that depend on embeddings, and not on layers, whose results are detached."""
+        for place, value in given.items():
+            if not _is_of_tokens(value) or not value.requires_grad:
+                continue
+            known = next((number for number, x in self.tensors.items() if x is value), None)
+            yield place, self._add(value, value.shape[2:]) if known is None else known
+
+    def _add(self, x: Tensor, shape: Sequence[int]) -> int:
+        number = len(self.shapes)
+        self.tensors[number] = x
+        self.shapes.append(tuple(shape))
+        return number
+
+    def _shared_of(self, index: int, given: Mapping[Place, Any]) -> Iterator[SharedEntry]:
+        """What a layer has left in mappings that it was given."""
+        for place, mapping in given.items():
+            for key, left in mapping.items() if isinstance(mapping, MutableMapping) else ():
+                is_known = any((one.place, one.key) == (place, key) for one in self.shared)
+                if not is_known and all(_is_of_heads(x) for x in left):
+                    numbers = (self._add(x, (x.shape[1], *x.shape[3:])) for x in left)
+                    yield SharedEntry(place, key, index, tuple(numbers))
+
     def _left(self, index: int) -> Any:
-        def note(_module: nn.Module, _args: object, out: Any) -> None:
+        def note(
+            _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Any
+        ) -> Any:
             self.order.append(index)
+            self.shared += self._shared_of(index, by_place(args, options))
             self.num_outputs = 0 if isinstance(out, Tensor) else len(out)
+            if isinstance(out, Tensor):
+                return out.detach()
+            return tuple(x.detach() if isinstance(x, Tensor) else x for x in out)
+
+        return note
+
+    def _measured(self, path: str) -> Any:
+        def note(_module: nn.Module, _args: object, out: Any) -> None:
+            if _is_of_tokens(out) and not self.order:
+                self.widths[path] = tuple(out.shape[2:])
 
         return note
 
@@ -215,13 +350,34 @@ class _Watched:
         return note
 
 
+def is_list(module: nn.Module | None) -> bool:
+    """Whether a module holds others, and is not called itself."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_of_tokens(value: Any) -> bool:
+    """Whether a value has entries for each token of a batch."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dim() > 2
+        and tuple(value.shape[:2]) == (ROWS, LENGTH)
+    )
+
+
+def _is_of_heads(value: Any) -> bool:
+    """Whether a value is keys or values of all tokens, [B, H, S, K]."""
+    is_whole = isinstance(value, Tensor) and value.dim() == COLUMNS + 2
+    return is_whole and (len(value), value.shape[COLUMNS]) == (ROWS, LENGTH)
+
+
 def _around(module: nn.Module, layers: str, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules with parameters that are not on the way to the layers."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         if below == layers:
             continue
-        if f"{layers}.".startswith(f"{below}."):
+        if f"{layers}.".startswith(f"{below}.") or is_list(child):
             yield from _around(child, layers, below)
         else:
             yield below, child

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,16 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.head_output import LOGITS, HeadOutput
 from weft.models.common.layers import RegionInput
-from weft.models.transformers.capture import POSITIONS, Captured, forward_options
+from weft.models.transformers.capture import (
+    EMBEDS,
+    HIDDEN,
+    POSITIONS,
+    Captured,
+    forward_options,
+    is_list,
+)
+from weft.models.transformers.carried import CarriedTensors, by_place, with_arguments
+from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import BlockCall, calling, current_call
 from weft.models.transformers.shard_sizes import ShardSizes
@@ -38,6 +48,9 @@ class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part 
         self.x = x
 
 
+MODULE = frozenset(nn.Module.__mro__)
+
+
 class LayerPlace(nn.Module):
     """In place of a layer, with its plain attributes, such as the type of its attention.
 
@@ -48,8 +61,10 @@ class LayerPlace(nn.Module):
     def __init__(self, layer: nn.Module, num_outputs: int) -> None:
         super().__init__()
         self.num_outputs = num_outputs
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float) and name not in vars(self):
+        of_class = (vars(kind) for kind in reversed(type(layer).__mro__) if kind not in MODULE)
+        values = {name: value for each in (*of_class, vars(layer)) for name, value in each.items()}
+        for name, value in values.items():
+            if isinstance(value, str | int | float) and not hasattr(self, name):
                 setattr(self, name, value)
 
     def result(self, x: Any) -> Any:
@@ -67,10 +82,25 @@ class Skipped(LayerPlace):
 
 
 class First(LayerPlace):
-    """The first layer, for the block before it: its input is that block's output."""
+    """A layer, for the block before all: the first one's input is that block's output, as is what each
+    is handed beside.
+    """
+
+    def __init__(
+        self, layer: nn.Module, num_outputs: int, carried: CarriedTensors, index: int
+    ) -> None:
+        super().__init__(layer, num_outputs)
+        self.arguments = carried.arguments[index] if carried.arguments else {}
+        self.is_last = index + 1 >= len(carried.arguments)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        raise BlockDone(hidden_state(args, options))
+        x = hidden_state(args, options)
+        tensors = current_call().tensors
+        given = by_place(args, options)
+        tensors.update({number: given[place] for place, number in self.arguments.items()})
+        if self.is_last:
+            raise BlockDone(x)
+        return self.result(x)
 
 
 class Last(LayerPlace):
@@ -83,17 +113,25 @@ class Last(LayerPlace):
 class Own(LayerPlace):
     """The layer of a block: it reads the block's input in place of the trunk's hidden state."""
 
-    def __init__(self, layer: nn.Module, num_outputs: int) -> None:
+    def __init__(
+        self, layer: nn.Module, num_outputs: int, carried: CarriedTensors, index: int
+    ) -> None:
         super().__init__(layer, num_outputs)
         self.layer = layer
+        self.carried = carried
+        self.index = index
+        self.arguments = carried.arguments[index] if carried.arguments else {}
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        args, options = with_hidden_state(current_call().x, args, options)
+        call = current_call()
+        given = {place: call.tensors[number] for place, number in self.arguments.items()}
+        args, options = with_arguments(given, args, options)
+        args, options = with_hidden_state(call.x, args, options)
+        places = by_place(args, options)
+        self.carried.give_shared(self.index, call.tensors, places)
         out = self.layer(*args, **options)
+        self.carried.take_shared(self.index, call.tensors, places)
         raise BlockDone(out if isinstance(out, Tensor) else out[0])
-
-
-HIDDEN = "hidden_states"
 
 
 def hidden_state(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -111,29 +149,44 @@ def with_hidden_state(
 
 
 class Stub(nn.Module):
-    """In place of a module whose parameters another block holds; its result is discarded."""
+    """In place of a module whose parameters another block holds; its result is discarded.
 
-    def __init__(self) -> None:
+    Args:
+        shape: of its result behind batch and sequence; None: that of embeddings.
+    """
+
+    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
         super().__init__()
         self.weight = torch.zeros((), device="cpu")
+        self.shape = shape
 
     def forward(self, *_args: Any, **_options: Any) -> Tensor:
         embeds: Tensor = current_call().embeds
-        return embeds
+        if self.shape is None:
+            return embeds
+        return embeds.new_zeros((*embeds.shape[:2], *self.shape))
 
 
 class WholeBlock(nn.Module):
-    """The first or the last block: the model without its layers, and without the other end."""
+    """The first or the last block: the model without its layers, and without the other end.
+
+    Args:
+        index: number of the layer before it; -1 for the first block.
+    """
 
     may_gather_sequence = True
 
-    def __init__(self, lm: nn.Module, captured: Captured) -> None:
+    def __init__(self, lm: nn.Module, captured: Captured, index: int) -> None:
         super().__init__()
         self.lm = lm
+        self.index = index
+        self.carried = captured.carried
+        self.reads_ids = captured.reads_ids
+        self.draws = captured.draws
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
-        self.drops_out = drops_out(lm)
+        self.drops_out = captured.draws or drops_out(lm)
         self.needs_whole_texts = POSITIONS not in captured.takes
         self.whole_trunk = False
 
@@ -149,8 +202,8 @@ class LogitsBlock(WholeBlock):
         head_output: what the linear hands to the loss.
     """
 
-    def __init__(self, lm: nn.Module, captured: Captured) -> None:
-        super().__init__(lm, captured)
+    def __init__(self, lm: nn.Module, captured: Captured, index: int) -> None:
+        super().__init__(lm, captured, index)
         self.logits = captured.logits
         self.head_output: HeadOutput = LOGITS
 
@@ -189,15 +242,19 @@ class LayerBlock(nn.Module):
     may_gather_sequence = True
     whole_trunk = False
 
-    def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
+    def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured, index: int) -> None:
         super().__init__()
         self.layer = layer
+        self.index = index
+        self.carried = captured.carried
+        self.reads_ids = captured.reads_ids
+        self.draws = captured.draws
         self.around = nn.ModuleList(_with_buffers(lm, captured.layers))
         self._lm = (lm,)  # in a tuple: a child would name the layer twice
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
-        self.drops_out = drops_out(lm)
+        self.drops_out = captured.draws or drops_out(lm)
         kinds = {type(module) for module in layer.modules()}
         mixes = Attend not in kinds or nn.Conv1d in kinds
         self.needs_whole_texts = mixes or POSITIONS not in captured.takes
@@ -220,19 +277,24 @@ def drops_out(lm: nn.Module) -> bool:
 
 def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:
     """The part of a model's forward that belongs to a block."""
-    tokens = batch.inputs if block.whole_trunk else x
+    is_first = not x.is_floating_point()
+    x, tensors = (x, {}) if is_first else block.carried.unpack(x, block.index)
+    tokens = batch.inputs if block.whole_trunk or block.reads_ids else x
     options = forward_options(tokens, batch, block.takes, has_mask=block.has_mask)
     # zeros, not x: some trunks scale their embeddings in place, or make several streams of them
     embeds = torch.zeros((*tokens.shape[:2], block.width), dtype=_dtype(x), device=x.device)
-    if x.is_floating_point():
-        options["inputs_embeds"] = embeds
-    else:
+    if is_first:
         options["input_ids"] = x
+    elif block.reads_ids:
+        options["input_ids"] = batch.inputs
+    else:
+        options[EMBEDS] = embeds
     try:
-        with calling(BlockCall(x, batch, embeds)):
+        draws = DrawsByCounter() if block.draws else nullcontext()
+        with calling(BlockCall(x, batch, embeds, tensors=tensors)), draws:
             out = lm(**options)
     except BlockDone as done:
-        return done.x
+        return block.carried.pack(done.x, tensors, block.index + 1)
     logits: Tensor = out.logits
     return logits
 
@@ -276,26 +338,33 @@ def blocks_of_model(
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
     set_dispatch(lm)
+    captured.forget_states(lm)
     stack: Any = lm.get_submodule(captured.layers)
     layers = list(stack)
 
     def skipped(index: int) -> LayerPlace:
         return Skipped(layers[index], captured.num_outputs)
 
-    def model_with(kind: type[LayerPlace], index: int, holds: frozenset[str]) -> nn.Module:
-        places = [skipped(other) for other in range(len(layers))]
-        places[index] = kind(layers[index], captured.num_outputs)
-        return _copied(lm, captured.layers, nn.ModuleList(places), holds)
+    def model_with(places: Mapping[int, LayerPlace], holds: frozenset[str]) -> nn.Module:
+        stack = nn.ModuleList(places.get(other) or skipped(other) for other in range(len(layers)))
+        return _copied(lm, captured, stack, holds)
 
-    last = len(layers) - 1
+    count = captured.num_outputs
+    carried = captured.carried
+    firsts = {
+        index: First(layer, count, carried, index)
+        for index, layer in enumerate(layers[: max(1, len(carried.arguments))])
+    }
     chain: dict[str, nn.Module] = {
-        "embed": WholeBlock(model_with(First, 0, captured.before), captured)
+        "embed": WholeBlock(model_with(firsts, captured.before), captured, -1)
     }
     for index, layer in enumerate(layers):
-        around = model_with(Own, index, frozenset())
-        chain[f"layer{index}"] = LayerBlock(layer, around, captured)
+        around = model_with({index: Own(layer, count, carried, index)}, frozenset())
+        chain[f"layer{index}"] = LayerBlock(layer, around, captured, index)
+    last = len(layers) - 1
     head = LogitsBlock if captured.logits else WholeBlock
-    chain["head"] = head(model_with(Last, last, captured.after), captured)
+    at_end = model_with({last: Last(layers[last], count)}, captured.after)
+    chain["head"] = head(at_end, captured, last + 1)
     return chain
 
 
@@ -308,7 +377,11 @@ STATE_HOOKS = (
 
 
 def _copied(
-    module: nn.Module, layers: str, places: nn.ModuleList, holds: frozenset[str], path: str = ""
+    module: nn.Module,
+    captured: Captured,
+    places: nn.ModuleList,
+    holds: frozenset[str],
+    path: str = "",
 ) -> nn.Module:
     """A copy of the model that shares what it keeps: other layers, and stubs for what it does not hold."""
     new = copy.copy(module)
@@ -317,14 +390,14 @@ def _copied(
         setattr(new, name, OrderedDict())
     for name, child in module._modules.items():
         below = f"{path}.{name}" if path else name
-        if below == layers:
+        if below == captured.layers:
             new._modules[name] = places
-        elif f"{layers}.".startswith(f"{below}."):
-            new._modules[name] = child and _copied(child, layers, places, holds, below)
+        elif f"{captured.layers}.".startswith(f"{below}.") or is_list(child):
+            new._modules[name] = child and _copied(child, captured, places, holds, below)
         elif child is None or below in holds or not _has_parameters(child):
             new._modules[name] = child
         else:
-            new._modules[name] = Stub()
+            new._modules[name] = Stub(captured.widths.get(below))
     return new
 
 

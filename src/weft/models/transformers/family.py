@@ -19,7 +19,7 @@ from weft.models.transformers.axis_rows import axes_of, shards, shards_parts
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
-from weft.models.transformers.sizes import AXES, DROPOUT, SETTINGS, SIZES, fields_of
+from weft.models.transformers.sizes import AXES, DROPOUT, SETTINGS, SIZES, fields_of, tiny_size
 from weft.models.user_family import UserFamily
 from weft.models.user_model import Model
 
@@ -88,7 +88,7 @@ def _config_class(model_type: str) -> type:
         what = f"{PREFIX}{model_type} is a model of several parts, not one decoder"
         raise ConfigError(Fault(KEY, what, fix=_text_part(model_type)))
     entries = [
-        (name, int, field(default=SIZES[name].tiny, metadata={"help": SIZES[name].help}))
+        (name, int, field(default=tiny_size(model_type, name), metadata={"help": SIZES[name].help}))
         for name in fields
     ]
     texts = [

@@ -30,7 +30,7 @@ from weft.models.transformers.build import (
     param_names,
 )
 from weft.models.transformers.interfaces import EAGER
-from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
+from weft.models.transformers.sizes import NONE, SETTINGS, derived, fields_of, own_name
 from weft.models.transformers.stored import stored_tensors
 
 POSITIONS = "max_seq_len"
@@ -108,12 +108,16 @@ class FolderConfig:
         settings = {own_name(default, name): value for name, value in _with_floats(config).items()}
         others = {name: value for name, value in settings.items() if name not in sizes.values()}
         values = vars(read)  # an attribute that differs between layers cannot be asked for
-        found: Flat = {field: values[name] for field, name in sizes.items()}
+        found: Flat = {
+            field: values[name] if name in values else getattr(read, name)
+            for field, name in sizes.items()
+        }
         found.update({name: value for name, value in derived(found).items() if name in found})
         context = longrope(values).get("original_max_position_embeddings")
         if context and context < found.get(POSITIONS, 0):  # its tables are those of this context
             others[sizes[POSITIONS]] = found[POSITIONS]
             found[POSITIONS] = context
+        found = {field: value or NONE for field, value in found.items()}
         return {**found, SETTINGS: json.dumps(others, sort_keys=True)}
 
     def write(self, cfg: Any) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Recording:
 @dataclass(frozen=True)
 class BlockCall:
     """The call of a block: its input, the batch, and zeros in place of embeddings; while a model is
-    recorded there are none. `num_calls` counts those of attention, by the identity of its module.
+    recorded there are none. `num_calls` counts those of attention, by the identity of its module;
+    `tensors` are those that layers are handed beside the hidden state, by number (carried.py).
     """
 
     x: Any = None
@@ -59,6 +60,7 @@ class BlockCall:
     embeds: Any = None
     recording: Recording | None = None
     num_calls: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
 
 
 _call: ContextVar[BlockCall] = ContextVar("call of a block")
@@ -89,6 +91,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query_BHSK, key_BGSK, value_BGSW -> out_BSHW, no weights."""
     call = current_call()
+    if key.shape[2] != query.shape[2]:  # compressed keys behind those of tokens
+        name = type(module).__name__
+        raise _unsupported(f"{name} attends to {key.shape[2]} keys of {query.shape[2]} tokens")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if call.recording is not None:
         attends = call.recording.attends.setdefault(module, [])

@@ -113,11 +113,47 @@ TINY_OF: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "bailing_hybrid": {"num_expert_group": 1},
+    "nemotron_h": {
+        "layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "gemma4_text": {
+        "layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+    },
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "index_topk": 2,
+    },
+    "gemma3n_text": {
+        "layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+    },
+    "zamba": {"layers": 4, "layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers": 4, "layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"top_k": 1, "router_hidden_size": 32},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
 }
-"""Attributes without which transformers cannot build a model of few layers, or of no file at all."""
+"""Attributes without which transformers cannot build a model of few layers, or of no file at all; and
+sizes (by their fields) that it does not allow others for.
+"""
 MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
 """Sizes that configs may leave out: they follow from the others then."""
-MISSING = object()
+NONE = 0
+"""Value of a size that a config leaves out and that does not follow: experts of a model without."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 """Ids that a small vocabulary may not have."""
 
@@ -128,9 +164,13 @@ def fields_of(config: Any) -> Iterator[tuple[str, str]]:
     for field, size in SIZES.items():
         if field in ("head_size", "kv_heads") and "qk_rope_head_dim" in given:
             continue  # they follow from the parts of latent attention
-        for name in size.names:
-            attribute = own_name(config, name)
-            value = given.get(attribute, MISSING)
+        names = [own_name(config, name) for name in size.names]
+        values = [(name, given[name]) for name in names if name in given]
+        if field == "layers":  # some count them by a list of their types
+            values += [
+                (name, getattr(config, name)) for name in names if _is_property(config, name)
+            ]
+        for attribute, value in values:
             is_size = type(value) is int or (value is None and field in MAY_BE_NONE)
             if is_size and _is_settable(config, attribute):
                 yield field, attribute
@@ -141,6 +181,21 @@ def own_name(config: Any, name: str) -> str:
     """The attribute of a config that one of its names stands for."""
     found: str = type(config).attribute_map.get(name, name)
     return found
+
+
+def tiny_size(model_type: str, field: str) -> int:
+    """The default of a size."""
+    found: int = TINY_OF.get(model_type, {}).get(field, SIZES[field].tiny)
+    return found
+
+
+def tiny_settings(model_type: str) -> dict[str, Any]:
+    """The attributes of `TINY_OF` that are no sizes."""
+    return {name: x for name, x in TINY_OF.get(model_type, {}).items() if name not in SIZES}
+
+
+def _is_property(config: Any, name: str) -> bool:
+    return isinstance(getattr(type(config), name, None), property)
 
 
 def _is_settable(config: Any, name: str) -> bool:
@@ -157,6 +212,11 @@ def is_drop_out(name: str, value: object) -> bool:
 def is_noise(name: str, value: object) -> bool:
     """Whether a key of config.json skips layers, or disturbs numbers, at random."""
     return _has_word(name, value, ("layerdrop", "jitter"))
+
+
+def is_clip(name: str, value: object) -> bool:
+    """Whether a key of config.json has parameters clipped within the forward of training."""
+    return _has_word(name, value, ("coef_clip",))
 
 
 def _has_word(name: str, value: object, words: tuple[str, ...]) -> bool:

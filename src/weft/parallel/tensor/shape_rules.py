@@ -82,7 +82,9 @@ def squeeze(op: TracedOp) -> list[Dims]:
 
 
 def expand(op: TracedOp) -> list[Dims]:
-    """Also repeat: new dims and those of one entry hold equal entries afterwards."""
+    """Also repeat: new dims and those of one entry hold equal entries afterwards; copies of a sharded dim,
+    one after another, are a dim of their own before it.
+    """
     num_new = len(op.shape) - len(op.dims)
     new_sizes = op.shape[:num_new]
     old_sizes = op.shape[num_new:]
@@ -91,6 +93,8 @@ def expand(op: TracedOp) -> list[Dims]:
         old_size = length(dim)
         if old_size == size:
             found.append(dim)
+        elif is_sharded(dim) and op.name == "repeat":
+            found.append(canonical((DimFactor(size // old_size, repeated=True), *dim)))
         elif is_sharded(dim):
             raise ShardingError(f"{op.name} of a sharded dim")
         else:

@@ -1,0 +1,67 @@
+"""Where the text part of a model of several parts lies in it, and in the decoder of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from weft.config.hf.read_config import CONFIG
+from weft.errors import CheckpointError, Fault
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths of trunk and head in the whole model, and in the decoder."""
+
+    trunk: str
+    head: str
+    own_trunk: str
+    own_head: str
+
+    def own_name(self, name: str) -> str | None:
+        """The name in the decoder of a tensor of the whole model; None: it belongs to another part."""
+        for path, own in ((self.trunk, self.own_trunk), (self.head, self.own_head)):
+            if name.startswith(f"{path}."):
+                return f"{own}{name.removeprefix(path)}".removeprefix(".")
+        return None
+
+
+def places(whole: nn.Module, decoder: nn.Module) -> Places:
+    """Where the parts of `decoder` are in `whole`.
+
+    Raises:
+        ValueError: the whole model has no head of its own.
+    """
+    return Places(*_trunk_and_head(whole), *_trunk_and_head(decoder))
+
+
+def _trunk_and_head(lm: Any) -> tuple[str, str]:
+    trunk = lm.get_decoder()
+    while trunk.get_decoder() is not trunk:  # of a decoder inside of the model
+        trunk = trunk.get_decoder()
+    paths = {module: path for path, module in lm.named_modules()}
+    head = lm.get_output_embeddings()
+    if head not in paths or trunk not in paths:
+        raise ValueError(f"{type(lm).__name__} has no decoder with a head")
+    return paths[trunk], paths[head]
+
+
+def whole_class(config: Any) -> Any:
+    """transformers' class of a model of several parts.
+
+    Raises:
+        CheckpointError: it has none that yields logits.
+    """
+    from transformers.models.auto import modeling_auto  # an extra, and seconds to import
+
+    tables = (
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    )
+    for table in tables:
+        if type(config) in table:
+            return table[type(config)]
+    what = f"{config.model_type}: transformers has no class of it that yields logits"
+    raise CheckpointError(Fault(CONFIG, what, fix="the folder of a model of text"))
