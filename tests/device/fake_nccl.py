@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp
 
-from weft.comm.group_queue import ABORT_TAG
+from weft.comm.backends import ABORT_TAG
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.transport import Call
 

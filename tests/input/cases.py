@@ -873,13 +873,13 @@ CONFIG_KEYS: dict[str, Any] = {
     "rms_norm_eps": (0, -1, "x"),
     "rope_theta": (0, -1, "x", [1]),
     "max_position_embeddings": (0, -1, "x"),
-    "hidden_act": ("gelu", 3, [], {"a": 1}),
+    "hidden_act": (3, [], {"a": 1}),  # "gelu" is trained by transformers' own code
     "rope_scaling": ("x", [1], {"rope_type": "evil"}, {"rope_type": "llama3", "factor": "x"}),
-    "attention_bias": (True,),
+    "attention_bias": ("x", 3),
     "quantization_config": ({"bits": 4},),
     "unknown_key": (1, "x", [[[]]]),
     "tie_word_embeddings": ("maybe", [1]),
-    "head_dim": (3, "x"),
+    "head_dim": ("x", [1]),
 }
 
 

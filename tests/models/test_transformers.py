@@ -233,6 +233,13 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         architectures.model_type_of("hf:llama")
 
 
+def test_sizes_that_do_not_fit_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.name", "hf:llama", "--model.head_size", "3"]
+    with pytest.raises(PlanError, match="its forward fails without values: RuntimeError"):
+        prepared(load(words, FAMILIES))
+    assert capfd.readouterr().err == ""
+
+
 def test_an_old_transformers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architectures.importlib.metadata, "version", lambda name: "5.7.1")
     decoders = architectures.architectures.__wrapped__

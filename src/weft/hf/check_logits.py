@@ -130,7 +130,7 @@ def hf_logits(folder: Path, tokens: Tensor, *, labels: int = 0, gguf: Gguf | Non
     auto_model: Any = transformers.AutoModelForCausalLM
     if is_scored:
         auto_model = transformers.AutoModelForSequenceClassification
-    else:
+    elif gguf is None:
         config = whole_config_of(read_json(folder / CONFIG))
         auto_model = auto_model if config is None else whole_class(config)
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}

@@ -8,7 +8,9 @@ Note [Fake tensors]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -43,13 +45,24 @@ def run_without_memory(
     from torch._subclasses.fake_tensor import FakeTensorMode  # late: it imports the compiler
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _silent_log(), FakeTensorMode(allow_non_fake_inputs=True):
             replace_tensors(blocks, _fake)
             return run(blocks, batch.map(_fake))
     except Exception as error:
         if _reads_values(error):
             raise first_error from None
         raise
+
+
+@contextmanager
+def _silent_log() -> Iterator[None]:
+    """Without the hundred lines that torch logs of an error that it raises as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 def _fake(tensor: Tensor) -> Tensor:

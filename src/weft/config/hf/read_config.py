@@ -176,8 +176,12 @@ def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator
     for row in mapping.keys:
         yield from _key_faults(row, config, key=key)
     for rule in mapping.fixed:
+        kinds = {type(value) for value in rule.allowed(config)} or {type(config.get(rule.hf_key))}
         for fault in _fixed_faults(rule, config, key=key):
-            yield UncomputedSetting(key, fault.what, fault.got, fault.need, setting=rule.hf_key)
+            if type(config[rule.hf_key]) in kinds:
+                setting = rule.hf_key
+                fault = UncomputedSetting(key, fault.what, fault.got, fault.need, setting=setting)
+            yield fault
     for rule in FIXED_EVERYWHERE:
         yield from _fixed_faults(rule, config, key=key)
     if mapping.rope:

@@ -12,6 +12,7 @@ TIES = "tie_word_embeddings"
 ROPE = "rope_parameters"
 PART = "_config"
 """End of the keys whose value is the config of a part."""
+NO_PARTS = ("quantization_config", "compression_config")
 PLANES = "mrope"
 """Start of the keys of rotary positions in time, height and width, which are equal in texts."""
 
@@ -50,7 +51,8 @@ def whole_config_of(config: dict[str, Any]) -> Any:
         CheckpointError: transformers rejects it.
     """
     has_parts = any(
-        name.endswith(PART) and isinstance(value, dict) for name, value in config.items()
+        name.endswith(PART) and name not in NO_PARTS and isinstance(value, dict)
+        for name, value in config.items()
     )
     if not has_parts or not architectures():
         return None
