@@ -79,11 +79,22 @@ def test_ranks_of_a_node_share_its_network_in_a_ring() -> None:
     """8 ranks on 2 nodes: one flow of the ring leaves each node, of whose network 4 ranks have a part each."""
     ring = group_times("all_gather", members=8, size=8 * 10**9, seconds=1.0, nodes=2)
     assert ring.placement == "between"
-    assert ring.device_gb_s == pytest.approx(ring.bus_gb_s / 4)
+    assert ring.device_gb_s("cuda") == pytest.approx(ring.bus_gb_s / 4)
     apart = group_times("all_gather", members=2, size=10**9, seconds=1.0, nodes=2)
-    assert apart.device_gb_s == apart.bus_gb_s
+    assert apart.device_gb_s("cuda") == apart.bus_gb_s
     inside = group_times("all_gather", members=8, size=10**9, seconds=1.0)
-    assert inside.device_gb_s == inside.bus_gb_s
+    assert inside.device_gb_s("cuda") == inside.bus_gb_s
+
+
+def test_what_goes_within_nodes_first_leaves_them_once() -> None:
+    """8 CPU ranks on 2 nodes: of the 7 shares that a member gets, 1 comes from the other node."""
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        row = group_times(name, members=8, size=8 * 10**9, seconds=1.0, nodes=2)
+        assert row.device_gb_s("cpu") == pytest.approx(row.bus_gb_s / 7)
+    flat = group_times("all_to_all", members=8, size=8 * 10**9, seconds=1.0, nodes=2)
+    assert flat.device_gb_s("cpu") == pytest.approx(flat.bus_gb_s / 4)
+    uneven = group_times("all_gather", members=5, size=10**9, seconds=1.0, nodes=2)
+    assert uneven.device_gb_s("cpu") == pytest.approx(uneven.bus_gb_s / 2.5)
 
 
 def test_sizes_are_a_geometric_series() -> None:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from weft.config.hardware import GB
+from weft.config.hardware import GB, DeviceType
+from weft.planner.simulate.speeds import goes_by_node
 
 OperationName = Literal[
     "all_reduce",
@@ -80,13 +81,17 @@ class GroupTimes:
         """10^9 bytes a second, of the median time."""
         return self.algorithm_gb_s * bus_factor(self.operation, len(self.ranks))
 
-    @property
-    def device_gb_s(self) -> float:
+    def device_gb_s(self, device: DeviceType) -> float:
         """Bandwidth of one member's link. Between nodes a ring uses the network of all members that
-        share a node, so each has that part of the bus bandwidth.
+        share a node, so each has that part of the bus bandwidth; what goes within nodes first leaves
+        them by a smaller part (`weft.planner.simulate.speeds`).
         """
-        members_a_node = len(self.ranks) / self.num_nodes if self.num_nodes > 1 else 1.0
-        return self.bus_gb_s / members_a_node
+        members = len(self.ranks)
+        if self.num_nodes == 1:
+            return self.bus_gb_s
+        if self.operation != "all_to_all" and goes_by_node(device, members, self.num_nodes):
+            return self.bus_gb_s * (self.num_nodes - 1) / (members - 1)
+        return self.bus_gb_s / (members / self.num_nodes)
 
 
 def byte_sizes(smallest: int, largest: int, *, factor: int) -> Iterator[int]:

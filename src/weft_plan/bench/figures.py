@@ -122,9 +122,9 @@ def comm_figures(
         if not slowest:
             continue
         figure = f"{name}_gb_s"
-        best_gb_s = max(row.device_gb_s for row in largest_of(slowest))
+        best_gb_s = max(row.device_gb_s(device) for row in largest_of(slowest))
         figures[figure] = best_gb_s
-        shares[name] = ReachedShare(figure, ring_bandwidth(slowest) / best_gb_s)
+        shares[name] = ReachedShare(figure, ring_bandwidth(slowest, device) / best_gb_s)
         latency = "latency_s" if placement == "inside" else "network_latency_s"
         costs[latency] = step_latency(slowest)
     return MeasuredFigures(
@@ -157,10 +157,10 @@ def slowest_groups(rows: Iterable[GroupTimes]) -> list[GroupTimes]:
     return list(slowest.values())
 
 
-def ring_bandwidth(rows: Sequence[GroupTimes]) -> float:
+def ring_bandwidth(rows: Sequence[GroupTimes], device: DeviceType) -> float:
     """Median bandwidth of a rank in the rings of the largest size, 10^9 bytes a second."""
     rings = [row for row in rows if row.operation in RINGS]
-    return median(row.device_gb_s for row in largest_of(rings or rows))
+    return median(row.device_gb_s(device) for row in largest_of(rings or rows))
 
 
 def largest_of(rows: Sequence[GroupTimes]) -> list[GroupTimes]:

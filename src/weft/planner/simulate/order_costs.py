@@ -203,7 +203,7 @@ def crossing_shares(op: Op, nodes: Numbers, hardware: Hardware) -> NDArray[np.fl
         num_elsewhere = np.count_nonzero(nodes != nodes[:, :1], axis=1)
         elsewhere: NDArray[np.float64] = num_elsewhere / max(1, num_members - 1)
         return elsewhere
-    by_node = [goes_by_node(hardware, num_members, int(number)) for number in num_nodes]
+    by_node = [goes_by_node(hardware.device, num_members, int(number)) for number in num_nodes]
     ring = np.where(num_nodes > 1, num_nodes, 0) / num_members
     shares: NDArray[np.float64] = np.where(by_node, (num_nodes - 1) / max(1, num_members - 1), ring)
     return shares

@@ -119,7 +119,7 @@ class Speeds:
             return op.sent_bytes / self._link_rate(members)
         members_a_node = max(1, members // num_nodes)
         inside_s = op.sent_bytes / self._link_rate(members_a_node) if members_a_node > 1 else 0.0
-        if op.op != "all_to_all" and goes_by_node(self.hardware, members, num_nodes):
+        if op.op != "all_to_all" and goes_by_node(self.hardware.device, members, num_nodes):
             outside = (num_nodes - 1) / (members - 1)
             return outside * op.sent_bytes / self._network_rate + (1 - outside) * inside_s
         if op.op != "all_to_all":
@@ -174,11 +174,11 @@ class Speeds:
         return self.hardware.network_gb_s * GB * self.efficiency.network
 
 
-def goes_by_node(hardware: Hardware, members: int, num_nodes: int) -> bool:
+def goes_by_node(device: str, members: int, num_nodes: int) -> bool:
     """Whether collectives of so many members go in memory within nodes, then between them; see Note
     [Time of work].
     """
-    return hardware.device == "cpu" and members > num_nodes > 1 and members % num_nodes == 0
+    return device == "cpu" and members > num_nodes > 1 and members % num_nodes == 0
 
 
 def rounded_maximum(a: float, b: float) -> float:
