@@ -18,6 +18,8 @@ from weft.config.load import load
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, PlanError
+from weft.hf.check_logits import compare_logits
+from weft.hf.folder import HfFolder
 from weft.hf.match import match_folder
 from weft.models import FAMILIES
 from weft.models.transformers.build import Architecture, architecture_of, param_names
@@ -107,6 +109,16 @@ def test_tensors_as_they_are_in_memory_are_read_too(tmp_path: Path) -> None:
     matched = match_folder(tmp_path / "packed", described(tmp_path / "packed", "mixtral"))
     source = matched.params["layer0.layer.mlp.experts.gate_up_proj"]
     assert source.tensors == ("model.layers.0.mlp.experts.gate_up_proj",)
+
+
+def test_a_band_of_scores_that_is_named_noise_is_computed(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's router weighs the experts within `router_jitter_noise`, also in evaluation."""
+    config = architecture("phimoe").config
+    config.router_jitter_noise = 0.5
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    cfg = described(tmp_path, "phimoe")
+    comparison = compare_logits(tmp_path, HfFolder(tmp_path, cfg), cfg)
+    assert comparison.is_equal, comparison
 
 
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
