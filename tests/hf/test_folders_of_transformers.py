@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -196,3 +198,19 @@ def test_dynamic_rope_is_plain_within_the_context() -> None:
     values |= {"settings": json.dumps(settings)}
     values.pop(AXES)
     assert check_against_transformers("llama", values, packs_documents=True) == ""
+
+
+def test_advice_of_transformers_on_a_config_is_not_shown(tmp_path: Path) -> None:
+    """Such as on the original context of longrope, which every command would repeat."""
+    config = architecture("phi3").config
+    rope = {**config.rope_parameters, "rope_type": "longrope"}
+    rope["original_max_position_embeddings"] = 32
+    factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
+    config.rope_parameters = {**rope, "short_factor": factors, "long_factor": factors}
+    config.original_max_position_embeddings = 32
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    words = ("import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "--compare", "False")
+    found = subprocess.run(
+        [sys.executable, "-m", "weft", *words], capture_output=True, text=True, check=True
+    )
+    assert "transformers]" not in found.stderr
