@@ -31,6 +31,7 @@ from weft.hf.folder import HfFolder
 from weft.hf.match import match_folder
 from weft.hf.text_places import whole_class
 from weft.models import FAMILIES
+from weft.start.preflight import training_notes
 
 TEXT: Mapping[str, Any] = {
     "vocab_size": 288,
@@ -114,6 +115,7 @@ def test_the_text_part_is_imported_and_exported(model_type: str, tmp_path: Path)
     assert any("the text part alone is read, without" in line for line in imported.lines)
     run = load(["--model.from_hf", str(folder)], FAMILIES)
     assert run.model.name == family
+    assert sum("the text part alone is read" in note for note in training_notes(run)) == 1
     out = tmp_path / "out"
     exported = export_hf(
         tmp_path / "run" / "ckpt" / "step-000000",
