@@ -28,6 +28,7 @@ from weft.models.transformers.build import Architecture, architecture_of, param_
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.family import AXES
 from weft.models.transformers.stored import WithoutCopies, box_in_order
+from weft.start.preflight import training_notes
 from weft.start.transformers_model import prepared
 
 transformers = pytest.importorskip("transformers")
@@ -214,3 +215,14 @@ def test_advice_of_transformers_on_a_config_is_not_shown(tmp_path: Path) -> None
         [sys.executable, "-m", "weft", *words], capture_output=True, text=True, check=True
     )
     assert "transformers]" not in found.stderr
+
+
+def test_one_note_names_the_settings_that_a_family_does_not_compute(tmp_path: Path) -> None:
+    """Windows of Qwen 2 are two: the switch, and the types of layers that it makes."""
+    config = architecture("qwen2").config
+    config.use_sliding_window, config.layer_types = True, ["full_attention", "sliding_attention"]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    run = load(["--model.from_hf", str(tmp_path)], FAMILIES)
+    (note,) = [note for note in training_notes(run) if "transformers' own code" in note]
+    assert "use_sliding_window" in note
+    assert "layer_types" in note

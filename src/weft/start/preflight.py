@@ -204,8 +204,9 @@ def _code_notes(model: ModelSection) -> Iterator[str]:
     if model.from_hf is None or not model.name.startswith(PREFIX):
         return
     config = text_config_of(read_json(Path(model.from_hf) / CONFIG))
-    for setting in uncomputed_settings(config, FAMILIES):
-        yield f"{CONFIG}: {setting}: transformers' own code trains it, as {model.name}"
+    settings = "; ".join(uncomputed_settings(config, FAMILIES))
+    if settings:
+        yield f"{CONFIG}: {settings}: transformers' own code trains it, as {model.name}"
 
 
 def _text_part_notes(model: ModelSection) -> Iterator[str]:
