@@ -28,17 +28,20 @@ import torch.nn.functional as F
 import transformers
 from benchmarks.architectures_page import COLUMNS, last_results, write_page
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import weft
 from weft.config.hf.architectures import PREFIX, architectures
 from weft.errors import UserError, WeftError
 from weft.models import FAMILIES
-from weft.models.common.batch import forward, token_batch
+from weft.models.common.batch import token_batch
+from weft.models.common.dropout import uniform_like
 from weft.models.common.layers import Loss
 from weft.models.transformers.adapt import adapt
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.check import check_against_transformers
+from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import AXES, SETTINGS
 from weft.models.user_family import UserFamily
@@ -49,6 +52,7 @@ from weft.python_api import checked_run
 from weft.train import model_checks
 
 RESULTS = Path("docs/results/architectures.jsonl")
+GOLDEN_RATIO = 0.618034
 """A line an architecture; kept, so that `--missing` goes on from any checkout."""
 LIMIT_S = 400
 """CPU seconds of an architecture; of the clock four times as many."""
@@ -237,10 +241,14 @@ def against_transformers(model_type: str) -> Outcome:
     own = adapt(_seeded(found, found.captured.implementation))
     ids = torch.randint(found.config.vocab_size, (ROWS, LENGTH + 1))
     batch = replace(token_batch(ids[:, :-1], ids[:, 1:]), draw_keys=torch.arange(ROWS))
-    logits: Tensor = right(input_ids=batch.inputs, use_cache=False).logits
+    with SameDraws(), DrawsByCounter():  # of routers, as in the blocks of the chain
+        logits: Tensor = right(input_ids=batch.inputs, use_cache=False).logits
     targets = batch.targets.flatten()
     right_loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-    loss = forward({**blocks_of_model(own, found.captured), "loss": Loss()}, batch)
+    loss: Tensor = batch.inputs
+    with SameDraws():  # not `forward`, in which draws are by counter
+        for block in (*blocks_of_model(own, found.captured).values(), Loss()):
+            loss = block(loss, batch)
     differences = [float(abs(loss - right_loss).detach())]
     right_loss.backward()
     loss.backward()
@@ -251,6 +259,20 @@ def against_transformers(model_type: str) -> Outcome:
         differences.append(float((of_own - _grad(param)).abs().max()))
     largest = max(differences)
     return Outcome("equal" if largest <= TOLERANCE else "wrong", f"{largest:.0e}")
+
+
+class SameDraws(TorchFunctionMode):
+    """Random numbers that are functions of their place alone: both sides draw the same."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of `func`."""
+        if func is not uniform_like:
+            return func(*args, **(kwargs or {}))
+        (x,) = args
+        places = torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape)
+        return (places * GOLDEN_RATIO + 0.5) % 1
 
 
 def _seeded(found: Architecture, implementation: str) -> nn.Module:

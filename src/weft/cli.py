@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     # models ask torch.cuda.is_available() as they are imported: by NVML, so that ranks can be forked
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on configs is not of weft
     try:
         trusts, words = _take_switch(TRUST_FLAG, words)
         command = _command(name, words)

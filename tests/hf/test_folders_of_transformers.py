@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +20,15 @@ from weft.config.load import load
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, PlanError
+from weft.hf.check_logits import compare_logits
+from weft.hf.folder import HfFolder
 from weft.hf.match import match_folder
 from weft.models import FAMILIES
 from weft.models.transformers.build import Architecture, architecture_of, param_names
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.family import AXES
 from weft.models.transformers.stored import WithoutCopies, box_in_order
+from weft.start.preflight import training_notes
 from weft.start.transformers_model import prepared
 
 transformers = pytest.importorskip("transformers")
@@ -109,6 +114,16 @@ def test_tensors_as_they_are_in_memory_are_read_too(tmp_path: Path) -> None:
     assert source.tensors == ("model.layers.0.mlp.experts.gate_up_proj",)
 
 
+def test_a_band_of_scores_that_is_named_noise_is_computed(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's router weighs the experts within `router_jitter_noise`, also in evaluation."""
+    config = architecture("phimoe").config
+    config.router_jitter_noise = 0.5
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    cfg = described(tmp_path, "phimoe")
+    comparison = compare_logits(tmp_path, HfFolder(tmp_path, cfg), cfg)
+    assert comparison.is_equal, comparison
+
+
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     written(tmp_path, "mixtral")
     edit(tmp_path, lambda tensors: tensors.update({EXPERT: torch.ones(3, 5)}))
@@ -184,3 +199,30 @@ def test_dynamic_rope_is_plain_within_the_context() -> None:
     values |= {"settings": json.dumps(settings)}
     values.pop(AXES)
     assert check_against_transformers("llama", values, packs_documents=True) == ""
+
+
+def test_advice_of_transformers_on_a_config_is_not_shown(tmp_path: Path) -> None:
+    """Such as on the original context of longrope, which every command would repeat."""
+    config = architecture("phi3").config
+    rope = {**config.rope_parameters, "rope_type": "longrope"}
+    rope["original_max_position_embeddings"] = 32
+    factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
+    config.rope_parameters = {**rope, "short_factor": factors, "long_factor": factors}
+    config.original_max_position_embeddings = 32
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    words = ("import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "--compare", "False")
+    found = subprocess.run(
+        [sys.executable, "-m", "weft", *words], capture_output=True, text=True, check=True
+    )
+    assert "transformers]" not in found.stderr
+
+
+def test_one_note_names_the_settings_that_a_family_does_not_compute(tmp_path: Path) -> None:
+    """Windows of Qwen 2 are two: the switch, and the types of layers that it makes."""
+    config = architecture("qwen2").config
+    config.use_sliding_window, config.layer_types = True, ["full_attention", "sliding_attention"]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    run = load(["--model.from_hf", str(tmp_path)], FAMILIES)
+    (note,) = [note for note in training_notes(run) if "transformers' own code" in note]
+    assert "use_sliding_window" in note
+    assert "layer_types" in note

@@ -15,18 +15,23 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from tests.memory_source import Memory
 from weft.commands.import_ import import_run
 from weft.config.hf.read_config import describe_folder
 from weft.config.hf.text_part import text_config_of
 from weft.config.load import load
+from weft.config.lora import LORA_A, LORA_B
+from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.errors import CheckpointError, ConfigError
+from weft.hf.adapters import write_adapters
 from weft.hf.check_logits import hf_logits
-from weft.hf.export_hf import export_hf
+from weft.hf.export_hf import export_hf, placed_in
 from weft.hf.folder import HfFolder
 from weft.hf.match import match_folder
 from weft.hf.text_places import whole_class
 from weft.models import FAMILIES
+from weft.start.preflight import training_notes
 
 TEXT: Mapping[str, Any] = {
     "vocab_size": 288,
@@ -110,6 +115,7 @@ def test_the_text_part_is_imported_and_exported(model_type: str, tmp_path: Path)
     assert any("the text part alone is read, without" in line for line in imported.lines)
     run = load(["--model.from_hf", str(folder)], FAMILIES)
     assert run.model.name == family
+    assert sum("the text part alone is read" in note for note in training_notes(run)) == 1
     out = tmp_path / "out"
     exported = export_hf(
         tmp_path / "run" / "ckpt" / "step-000000",
@@ -124,6 +130,35 @@ def test_the_text_part_is_imported_and_exported(model_type: str, tmp_path: Path)
     with torch.no_grad():
         difference = hf_logits(folder, tokens) - hf_logits(out, tokens)
     assert float(difference.abs().max()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_peft_loads_adapters_into_the_text_part(model_type: str, tmp_path: Path) -> None:
+    """Of the folder that they name as their base: each tensor, and no other part has adapters."""
+    peft = pytest.importorskip("peft")
+    _, text, vision = FOLDERS[model_type]
+    base = saved(tmp_path / "base", model_type, text, vision)
+    model = load(["--model.from_hf", str(base)], FAMILIES).model
+    lora = LoraConfig(rank=2)
+    values = {
+        f"{linear}{end}": torch.randn(shape)
+        for linear, (height, width) in model.linears().items()
+        for end, shape in ((LORA_A, (2, width)), (LORA_B, (height, 2)))
+    }
+    placed = placed_in(str(base))
+    assert placed is not None
+    out = tmp_path / "adapters"
+    write_adapters(
+        out, Memory(values), cfg=model, lora=lora, base=str(base), place=placed.at.whole_name
+    )
+    config = CONFIG_MAPPING[model_type].from_pretrained(base)
+    whole = whole_class(config).from_pretrained(base)
+    found = peft.PeftModel.from_pretrained(whole, out).state_dict()
+    stored = load_file(out / "adapter_model.safetensors")
+    assert sum(".lora_" in name for name in found) == len(stored) == len(values)
+    for name, tensor in stored.items():
+        assert torch.equal(found[name.replace(".weight", ".default.weight")], tensor)
 
 
 def test_one_tensor_an_expert_is_read_as_transformers_puts_them_together(tmp_path: Path) -> None:

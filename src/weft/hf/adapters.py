@@ -20,7 +20,15 @@ from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.match import mapping_of
-from weft.hf.peft import CONFIG, WEIGHT, WEIGHTS, AdapterTarget, adapter_config, adapter_targets
+from weft.hf.peft import (
+    CONFIG,
+    WEIGHT,
+    WEIGHTS,
+    AdapterTarget,
+    Place,
+    adapter_config,
+    adapter_targets,
+)
 from weft.hf.sidecar import reject_existing
 from weft.models.common.lora import add_product
 
@@ -121,7 +129,13 @@ class MergedSource:
 
 
 def write_adapters(
-    folder: Path, source: Source, *, cfg: ModelConfig, lora: LoraConfig, base: str | None
+    folder: Path,
+    source: Source,
+    *,
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    base: str | None,
+    place: Place | None = None,
 ) -> None:
     """Write the adapters of a model alone; `PeftModel.from_pretrained(model, folder)` loads them.
 
@@ -129,6 +143,7 @@ def write_adapters(
         folder: does not exist yet, or is empty; it gets its name when all of it is on the disk.
         source: holds them, by weft's names.
         base: name or folder of the base model in transformers, if it is known.
+        place: where the model is in the base, if that has several parts.
 
     Raises:
         CheckpointError: the model has no adapters, its family has no counterpart in transformers,
@@ -139,17 +154,22 @@ def write_adapters(
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
     mapping_of(cfg.family)
     reject_existing(folder)
-    weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
-    config = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
+    weights = save(
+        adapter_tensors(source, cfg=cfg, lora=lora, place=place), metadata={"format": "pt"}
+    )
+    facts = adapter_config(cfg, lora, base=base, place=place)
+    config = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     with new_folder(folder, need_bytes=len(weights)) as unfinished:
         write_whole(unfinished / WEIGHTS, weights)
         write_whole(unfinished / CONFIG, config.encode())
 
 
-def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
+def adapter_tensors(
+    source: Source, *, cfg: ModelConfig, lora: LoraConfig, place: Place | None = None
+) -> dict[str, Tensor]:
     """All adapters, by the names that PEFT gives their tensors."""
     found: dict[str, Tensor] = {}
-    for target in adapter_targets(cfg, lora):
+    for target in adapter_targets(cfg, lora, place=place):
         a, b = combined_factors(target, source)
         found[f"{target.prefix}.lora_A.weight"] = a
         found[f"{target.prefix}.lora_B.weight"] = b

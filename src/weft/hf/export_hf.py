@@ -14,7 +14,8 @@ from weft.checkpoint.format import Facts
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
 from weft.config.hf.read_config import CONFIG
-from weft.config.hf.text_part import text_config_of
+from weft.config.hf.safetensors_files import read_json
+from weft.config.hf.text_part import text_config_of, whole_config_of
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig
@@ -28,6 +29,7 @@ from weft.hf.match import mapping_of
 from weft.hf.peft import unexpected_keys
 from weft.hf.placement import hf_tensors
 from weft.hf.sidecar import read_sidecars, reject_existing
+from weft.hf.text_places import PlacedText, placed_text
 from weft.hf.write import TypedTensor, choose_dtypes, main_dtype, write_folder
 from weft.models import FAMILIES
 from weft.view.quantity import memory
@@ -184,9 +186,19 @@ def export_adapters(
     reject_existing(folder)
     model = _open_model(checkpoint, merge)
     lora = model.lora
-    write_adapters(folder, model.with_adapters, cfg=model.cfg, lora=lora, base=base)
+    placed = placed_in(base)
+    write_adapters(
+        folder,
+        model.with_adapters,
+        cfg=model.cfg,
+        lora=lora,
+        base=base,
+        place=placed.at.whole_name if placed else None,
+    )
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
     report = f"{folder}: adapters of rank {lora.rank} on {counted(num_linears, 'linear')}"
+    if placed:
+        report += f" of the text part of {type(placed.whole).__name__}"
     unexpected = unexpected_keys(model.cfg, lora)
     if unexpected:
         report += (
@@ -194,6 +206,14 @@ def export_adapters(
             " their names for those of routed experts. To have them there, export the merged model"
         )
     return report
+
+
+def placed_in(base: str | None) -> PlacedText | None:
+    """The text part of a base model, if that is a folder of a model of several parts."""
+    path = Path(base or "") / CONFIG
+    config = read_json(path) if base and path.is_file() else {}
+    whole_config = whole_config_of(config)
+    return None if whole_config is None else placed_text(whole_config, text_config_of(config))
 
 
 def _open_model(path: Path, merge: Merge) -> _StoredModel:

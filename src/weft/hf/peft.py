@@ -16,8 +16,8 @@ Source: peft 0.21, `LoraConfig`, `LoraModel._create_and_replace`, `get_peft_mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.config.hf.mapping import EXPERT, SCORE, WeightRule
@@ -28,6 +28,9 @@ from weft.hf.match import mapping_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHT = ".weight"
+
+Place = Callable[[str], str]
+"""Path of a module in a text part -> its path in the model of several parts that has it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class AdapterTarget:
         return f"base_model.model.{self.module}"
 
 
-def adapter_targets(cfg: ModelConfig, lora: LoraConfig) -> tuple[AdapterTarget, ...]:
+def adapter_targets(
+    cfg: ModelConfig, lora: LoraConfig, *, place: Place | None = None
+) -> tuple[AdapterTarget, ...]:
     """HF linears that have adapters, in the order of the family's rules."""
     adapted = set(adapted_linears(lora.targets, cfg.linears()))
     by_tensor: dict[str, list[WeightRule]] = {}
@@ -65,7 +70,8 @@ def adapter_targets(cfg: ModelConfig, lora: LoraConfig) -> tuple[AdapterTarget, 
         rules.append(rule)
     targets: list[AdapterTarget] = []
     for tensor, rules in by_tensor.items():
-        targets.append(_adapter_target(tensor, rules))
+        target = _adapter_target(tensor, rules)
+        targets.append(replace(target, module=place(target.module)) if place else target)
     return tuple(targets)
 
 
@@ -93,9 +99,14 @@ def _part_index(rule: WeightRule) -> int:
     return 0
 
 
-def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
-    """adapter_config.json; `base` is the name or folder of the base model in transformers."""
-    targets = adapter_targets(cfg, lora)
+def adapter_config(
+    cfg: ModelConfig, lora: LoraConfig, *, base: str | None, place: Place | None = None
+) -> dict[str, Any]:
+    """adapter_config.json; `base` is the name or folder of the base model in transformers.
+
+    Modules of a model of several parts have whole names: others may end as they do.
+    """
+    targets = adapter_targets(cfg, lora, place=place)
     modules = [target.module for target in targets]
     multiples = {
         target.module: len(target.linears) for target in targets if len(target.linears) > 1
@@ -111,7 +122,7 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
         "alpha_pattern": {
             module: _whole_number(times * lora.alpha) for module, times in multiples.items()
         },
-        "target_modules": sorted(_short_names(modules, _all_modules(cfg))),
+        "target_modules": sorted(modules if place else _short_names(modules, _all_modules(cfg))),
         "fan_in_fan_out": any(target.is_transposed for target in targets),
         "lora_dropout": lora.dropout,
         "bias": "none",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.config.hf.read_config import CONFIG
-from weft.errors import CheckpointError, Fault
+from weft.errors import CheckpointError, Fault, type_and_message
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,43 @@ class Places:
             if name.startswith(f"{path}."):
                 return f"{own}{name.removeprefix(path)}".removeprefix(".")
         return None
+
+    def whole_name(self, name: str) -> str:
+        """The name in the whole model of a module of the decoder's trunk."""
+        return f"{self.trunk}{name.removeprefix(self.own_trunk)}"
+
+
+@dataclass(frozen=True)
+class PlacedText:
+    """transformers' model of several parts and its decoder, without memory."""
+
+    whole: Any
+    decoder: Any
+    at: Places
+
+
+def placed_text(whole_config: Any, text: dict[str, Any]) -> PlacedText:
+    """A model of several parts, and where its text part is.
+
+    Args:
+        text: the config.json of the decoder.
+
+    Raises:
+        CheckpointError: transformers cannot build them.
+    """
+    from transformers import CONFIG_MAPPING  # an extra, and seconds to import
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        with torch.device("meta"):
+            own_config = CONFIG_MAPPING[text["model_type"]].from_dict(text)
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own_config)]
+            decoder = model_class(own_config)
+            whole = whole_class(whole_config)(whole_config)
+        return PlacedText(whole, decoder, places(whole, decoder))
+    except Exception as error:
+        what = f"transformers cannot build it: {type_and_message(error)}"
+        raise CheckpointError(Fault(CONFIG, what)) from error
 
 
 def places(whole: nn.Module, decoder: nn.Module) -> Places:

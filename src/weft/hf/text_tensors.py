@@ -14,7 +14,7 @@ from weft.config.hf.architectures import PREFIX
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import TensorEntry, list_some, list_tensors, read_json
 from weft.config.hf.text_part import text_config_of, whole_config_of
-from weft.errors import CheckpointError, Fault, counted, type_and_message
+from weft.errors import CheckpointError, Fault, counted
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,14 @@ class _Named:
 @functools.lru_cache(maxsize=8)
 def _named(config_text: str, listed: tuple[tuple[str, tuple[int, ...]], ...]) -> _Named:
     """The names as transformers changes them; the text part is compared."""
-    import torch  # late: `match_folder` needs it for models of several parts alone
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from weft.hf.check_text_part import check_text_part
-    from weft.hf.text_places import places, whole_class
+    from weft.hf.check_text_part import check_text_part  # late: they import torch
+    from weft.hf.text_places import placed_text
 
     config = json.loads(config_text)
     whole_config, text = whole_config_of(config), text_config_of(config)
-    try:
-        with torch.device("meta"):
-            own_config = CONFIG_MAPPING[text["model_type"]].from_dict(text)
-            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(own_config)]
-            decoder = model_class(own_config)
-            whole = whole_class(whole_config)(whole_config)
-        at = places(whole, decoder)
-    except Exception as error:
-        what = f"transformers cannot build it: {type_and_message(error)}"
-        raise CheckpointError(Fault(CONFIG, what)) from error
-    loading, own_loading = _Renaming(whole), _Renaming(decoder)
+    placed = placed_text(whole_config, text)
+    at = placed.at
+    loading, own_loading = _Renaming(placed.whole), _Renaming(placed.decoder)
     names: dict[str, str] = {}
     combined: dict[str, str] = {}
     changed = set[str]()

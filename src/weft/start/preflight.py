@@ -24,6 +24,7 @@ from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import LaunchError, counted
+from weft.hf.text_tensors import list_text_tensors
 from weft.models import FAMILIES
 from weft.run.agent import restart_number
 from weft.run.world import detect
@@ -149,6 +150,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         found.extend(_random_base_notes(run.model, run.lora))
         found.extend(_dropout_notes(run.model))
         found.extend(_code_notes(run.model))
+        found.extend(_text_part_notes(run.model))
         defaults = defaults_note(
             run.model, run.optim, seq_len=run.data.seq_len, lora_rank=run.lora.rank
         )
@@ -202,8 +204,15 @@ def _code_notes(model: ModelSection) -> Iterator[str]:
     if model.from_hf is None or not model.name.startswith(PREFIX):
         return
     config = text_config_of(read_json(Path(model.from_hf) / CONFIG))
-    for setting in uncomputed_settings(config, FAMILIES):
-        yield f"{CONFIG}: {setting}: transformers' own code trains it, as {model.name}"
+    settings = "; ".join(uncomputed_settings(config, FAMILIES))
+    if settings:
+        yield f"{CONFIG}: {settings}: transformers' own code trains it, as {model.name}"
+
+
+def _text_part_notes(model: ModelSection) -> Iterator[str]:
+    """What is not read of the folder of a model of several parts; the checks have listed it."""
+    if model.from_hf is not None:
+        yield from list_text_tensors(Path(model.from_hf), family=model.name).notes
 
 
 def _random_base_notes(model: ModelSection, lora: LoraConfig) -> Iterator[str]:

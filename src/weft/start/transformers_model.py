@@ -99,7 +99,7 @@ def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool)
 
     settings = json.loads(values[SETTINGS] or "{}")
     for what, left_out in (
-        ("random noise", noise_of(settings)),
+        ("random noise", noise_of(model_type, settings)),
         ("parameters clipped within the forward", clips_of(settings)),
     ):
         if left_out:

@@ -83,8 +83,10 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         given |= {**tiny, **fitted(tiny_settings(model_type), values["layers"])}
         given |= {**dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
-    kept = settings.keys() - noise_of(settings) if values.get(DROPOUT, True) else ()
-    random = {name: value for name, value in random_of(every).items() if name not in kept}
+    kept = settings.keys() - noise_of(model_type, settings) if values.get(DROPOUT, True) else ()
+    random = {
+        name: value for name, value in random_of(model_type, every).items() if name not in kept
+    }
     given |= {name: type(value)(0) for name, value in random.items()}
     try:
         return type(default)(**given)
@@ -93,18 +95,18 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
 
 
-def random_of(config: Mapping[str, Any]) -> dict[str, float]:
+def random_of(model_type: str, config: Mapping[str, Any]) -> dict[str, float]:
     """The keys of a config by which it draws random numbers."""
     return {
         name: value
         for name, value in config.items()
-        if is_drop_out(name, value) or is_noise(name, value)
+        if is_drop_out(name, value) or is_noise(model_type, name, value)
     }
 
 
-def noise_of(config: Mapping[str, Any]) -> dict[str, float]:
+def noise_of(model_type: str, config: Mapping[str, Any]) -> dict[str, float]:
     """Those of them that no layout computes, which are set to 0."""
-    return {name: value for name, value in config.items() if is_noise(name, value)}
+    return {name: value for name, value in config.items() if is_noise(model_type, name, value)}
 
 
 def clips_of(config: Mapping[str, Any]) -> dict[str, float]:

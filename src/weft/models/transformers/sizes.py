@@ -152,6 +152,10 @@ sizes (by their fields) that it does not allow others for.
 """
 MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
 """Sizes that configs may leave out: they follow from the others then."""
+COMPUTED = frozenset({("phimoe", "router_jitter_noise")})
+"""Keys with the name of noise that a model computes with, also outside of training: the band of
+scores within which Phi-3.5-MoE's router weighs experts.
+"""
 NONE = 0
 """Value of a size that a config leaves out and that does not follow: experts of a model without."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -209,9 +213,10 @@ def is_drop_out(name: str, value: object) -> bool:
     return _has_word(name, value, ("dropout", "_pdrop", "drop_rate"))
 
 
-def is_noise(name: str, value: object) -> bool:
+def is_noise(model_type: str, name: str, value: object) -> bool:
     """Whether a key of config.json skips layers, or disturbs numbers, at random."""
-    return _has_word(name, value, ("layerdrop", "jitter"))
+    is_computed = (model_type, name) in COMPUTED
+    return not is_computed and _has_word(name, value, ("layerdrop", "jitter"))
 
 
 def is_clip(name: str, value: object) -> bool:
