@@ -84,3 +84,10 @@ def orders(mesh: Mesh) -> Iterator[Mesh]:
     others = [item for item in wide if item not in outermost]
     for order in itertools.permutations(others):
         yield Mesh((*outermost, *order))
+
+
+def goes_by_node(device: str, members: int, num_nodes: int) -> bool:
+    """Whether collectives of so many members go in memory within nodes, then between them; see Note
+    [Time of work] in `weft.planner.simulate.speeds`.
+    """
+    return device == "cpu" and members > num_nodes > 1 and members % num_nodes == 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from weft.config.hardware import GB, DeviceType
-from weft.planner.simulate.speeds import goes_by_node
+from weft.core.node_placement import goes_by_node
 
 OperationName = Literal[
     "all_reduce",

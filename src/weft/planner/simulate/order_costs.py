@@ -21,12 +21,11 @@ from weft.comm.transport import Op
 from weft.config.hardware import Hardware
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh, Ranks
-from weft.core.node_placement import NodePlacement, orders
+from weft.core.node_placement import NodePlacement, goes_by_node, orders
 from weft.planner.measure.played_actions import action_keys
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.planner.simulate.placed_steps import Numbers, PlacedSteps, num_distinct
-from weft.planner.simulate.speeds import goes_by_node
 from weft.schedule.lower import Send
 from weft.view.quantity import memory, short_time
 

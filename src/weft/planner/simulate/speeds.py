@@ -29,7 +29,7 @@ from weft.comm.backends import policy_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
-from weft.core.node_placement import NodePlacement
+from weft.core.node_placement import NodePlacement, goes_by_node
 from weft.planner.measure.kernels import KernelBatch, KernelLaunch
 
 TERA = 1e12
@@ -172,13 +172,6 @@ class Speeds:
     def _network_rate(self) -> float:
         """Bytes a second of one device between nodes."""
         return self.hardware.network_gb_s * GB * self.efficiency.network
-
-
-def goes_by_node(device: str, members: int, num_nodes: int) -> bool:
-    """Whether collectives of so many members go in memory within nodes, then between them; see Note
-    [Time of work].
-    """
-    return device == "cpu" and members > num_nodes > 1 and members % num_nodes == 0
 
 
 def rounded_maximum(a: float, b: float) -> float:
