@@ -58,6 +58,9 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "--mesh cp2 --parallel.context allgather",
     ),
     "device/test_gpu_plan.py::test_the_rehearsal_passes_and_prints_a_report": (),
+    "device/test_profiled_step.py::test_times_are_those_of_events_for_which_no_step_waits": (
+        "pp2 --pipeline.schedule zero_bubble",
+    ),
     "docs/test_api.py::test_the_documentation_builds_offline_without_warnings": (),
     "docs/test_extend.py::test_an_extension_is_one_file_or_folder_and_its_commands_succeed": (
         "A schedule",
@@ -212,6 +215,8 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "qwen3_moe-keys6",
         "gpt_neo-keys16",
         "bart-keys23",
+        "gemma4_text-keys26",
+        "zamba2-keys28",
     ),
     "models/test_transformers.py::test_the_types_of_a_step_are_known": (
         "qwen3_next-cp2",
