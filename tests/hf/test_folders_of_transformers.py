@@ -178,6 +178,17 @@ def test_longrope_is_trained_within_its_original_context(tmp_path: Path) -> None
     assert written_again["rope_parameters"]["long_factor"] == [2.0, 3.0, 4.0, 5.0]
 
 
+def test_noise_that_is_left_out_stays_in_the_config(tmp_path: Path) -> None:
+    written(tmp_path, "mixtral")
+    path = tmp_path / "config.json"
+    noise = {"router_jitter_noise": 0.1, "attention_dropout": 0.2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | noise))
+    cfg = described(tmp_path, "mixtral")
+    family = FAMILIES[cfg.family]
+    assert family.hf is not None
+    assert noise.items() <= config_json(family.hf, cfg, dtype="float32").items()
+
+
 def test_longrope_beyond_its_original_context_is_rejected(tmp_path: Path) -> None:
     config = longrope_folder(tmp_path).joinpath("config.json").read_text()
     words = ["--model.name", "hf:phi3", "--model.settings", config, "--model.max_seq_len", "128"]

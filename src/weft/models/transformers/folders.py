@@ -28,6 +28,7 @@ from weft.models.transformers.build import (
     default_config,
     longrope,
     param_names,
+    random_of,
 )
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import NONE, SETTINGS, derived, fields_of, own_name
@@ -121,9 +122,10 @@ class FolderConfig:
         return {**found, SETTINGS: json.dumps(others, sort_keys=True)}
 
     def write(self, cfg: Any) -> dict[str, Any]:
-        """The config that the model was built with."""
-        written: dict[str, Any] = config_of(self.model_type, self._values(cfg)).to_dict()
-        return written
+        """The config that the model was built with, with the noise that its author trained it with."""
+        values = self._values(cfg)
+        written: dict[str, Any] = config_of(self.model_type, values).to_dict()
+        return written | random_of(self.model_type, json.loads(values[SETTINGS] or "{}"))
 
     def unwritable(self, cfg: Any) -> Iterator[Fault]:
         """Buffers that a folder holds, and that weft, which trains parameters, does not have."""
