@@ -28,6 +28,7 @@ from weft.models.transformers.build import Architecture, architecture_of, param_
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.family import AXES
 from weft.models.transformers.stored import WithoutCopies, box_in_order
+from weft.start.checked_run import load_checked_run
 from weft.start.preflight import training_notes
 from weft.start.transformers_model import prepared
 
@@ -176,6 +177,12 @@ def test_longrope_is_trained_within_its_original_context(tmp_path: Path) -> None
     written_again = config_json(family.hf, cfg, dtype="float32")
     assert written_again["max_position_embeddings"] == 128
     assert written_again["rope_parameters"]["long_factor"] == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_the_forward_of_longrope_keeps_no_state(tmp_path: Path) -> None:
+    config = longrope_folder(tmp_path).joinpath("config.json").read_text()
+    sizes = ("--model.max_seq_len", "32", "--data.seq_len", "16")
+    load_checked_run(("--model.name", "hf:phi3", "--model.settings", config, *sizes))
 
 
 def test_noise_that_is_left_out_stays_in_the_config(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,10 +241,20 @@ def test_sizes_that_do_not_fit_are_one_line(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == ""
 
 
-def test_an_old_transformers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures.importlib.metadata, "version", lambda name: "5.7.1")
+def test_an_old_transformers_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "__init__.py"
+    monkeypatch.setattr(
+        architectures.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=package)
+    )
     decoders = architectures.architectures.__wrapped__
+    package.write_text('"""A model."""\n__version__ = "5.7.1"\n')
     assert decoders() == {}
+    package.write_text('__version__ = "5.8.0rc1"\n')
+    table = tmp_path / "models" / "auto" / "modeling_auto.py"
+    table.parent.mkdir(parents=True)
+    table.write_text(f'{architectures.TABLE} = OrderedDict([("llama", "LlamaForCausalLM")])\n')
+    assert decoders() == {"llama": "LlamaForCausalLM"}
+    package.write_text('__version__ = "5.7.1"\n')
     monkeypatch.setattr(architectures, "architectures", decoders)
     with pytest.raises(ConfigError, match=r"needs transformers 5.8 or newer.*weft-train\[hf\]"):
         architectures.model_type_of("hf:llama")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def model_type_of(name: str) -> str:
 def architectures() -> Mapping[str, str]:
     """Decoders of transformers: model type -> class; empty where it is not installed, or too old."""
     spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or _version() < OLDEST:
+    if spec is None or spec.origin is None or _version(Path(spec.origin)) < OLDEST:
         return {}
     file = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
     for statement in ast.parse(file.read_bytes()).body:
@@ -58,7 +58,9 @@ def architectures() -> Mapping[str, str]:
     return {}
 
 
-def _version() -> tuple[int, ...]:
-    """Of transformers, without what follows the first two numbers."""
-    numbers = importlib.metadata.version("transformers").split(".")[:2]
-    return tuple(int(number) for number in numbers)
+def _version(package: Path) -> tuple[int, ...]:
+    """The first two numbers of a version, as the `__init__.py` of a package says it: a checkout on
+    PYTHONPATH has no other record of it.
+    """
+    found = re.search(r'^__version__ = "(\d+)\.(\d+)', package.read_text("utf-8"), re.MULTILINE)
+    return tuple(map(int, found.groups())) if found else ()
