@@ -109,6 +109,43 @@ def test_updates_equal_those_of_one_process_with_rounded_states(name: str, mesh:
         assert_near(moved, values(plain))
 
 
+class SumOfGradients(torch.optim.Optimizer):
+    """A user's class: its "sum", unlike Adagrad's, has a sign."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["sum"] = state.get("sum", torch.zeros_like(param)) + param.grad
+                    param.sub_(state["sum"], alpha=group["lr"])
+
+
+def test_states_of_other_classes_keep_their_sign() -> None:
+    plain = Net()
+    theirs = SumOfGradients(groups(plain), lr=1e-2)
+
+    def round_states() -> None:
+        for name in IN_8_BITS:
+            (value,) = theirs.state[plain.get_parameter(name)].values()
+            value.copy_(rounded_to_8_bits("a signed one", value, BLOCK))
+
+    train(plain, theirs, after_step=round_states)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = Net()
+        given = {"state_bits": 8, "state_block": BLOCK, "lr": 1e-2}
+        train(net, ShardedOptimizer(groups(net), SumOfGradients, comm, **given))
+        return values(net)
+
+    for moved in run_ranks("dp2", rank):
+        assert_near(moved, values(plain))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_dicts_load_on_another_number_of_ranks(name: str) -> None:
     """The steps after it equal those of one process that was not stopped; own shards load, too."""

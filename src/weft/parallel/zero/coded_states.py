@@ -21,7 +21,11 @@ from weft.parallel.zero.state_codes import SIGNED, UNSIGNED, StateBlocks, join_c
 NEVER_NEGATIVE = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size"}
 )
-"""States of torch's optimizers that are never negative; codes of all others have a sign."""
+"""States of torch's own optimizers that are never negative; codes of all others have a sign, as
+have all of other classes, in which such a name may mean another thing.
+"""
+OF_TORCH = "torch.optim."
+"""Start of the modules of torch's own optimizers."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class CodedStates:
 
     Args:
         length: entries of a block.
+        never_negative: states whose codes have no sign.
     """
 
-    def __init__(self, group: ShardGroup, length: int) -> None:
+    def __init__(self, group: ShardGroup, length: int, *, never_negative: frozenset[str]) -> None:
+        self._never_negative = never_negative
         self._group = group
         self._length = length
         self._codes: dict[Tensor, dict[str, StateCodes]] = {}
@@ -82,7 +88,7 @@ class CodedStates:
         axes = axis_names(self._group.axis)
         join_cut_blocks(blocks, largest, comm=self._group.comm, axes=axes)
         for (shard, key, value), of_key, absmax in zip(found, blocks, largest, strict=True):
-            dtype = UNSIGNED if key in NEVER_NEGATIVE else SIGNED
+            dtype = UNSIGNED if key in self._never_negative else SIGNED
             codes = torch.empty_like(value.local, dtype=dtype)
             of_key.encode(value.local, absmax, codes)
             self._codes.setdefault(shard, {})[key] = StateCodes(of_key, codes, absmax, value.dtype)

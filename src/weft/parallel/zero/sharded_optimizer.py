@@ -13,7 +13,7 @@ from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.zero.coded_states import CodedStates
+from weft.parallel.zero.coded_states import NEVER_NEGATIVE, OF_TORCH, CodedStates
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.registered_shards import entries_of
 from weft.parallel.zero.shard_entries import ShardGroup
@@ -80,9 +80,13 @@ class ShardedOptimizer(Optimizer):
         self.axis = axis
         self._flat_groups: list[_FlatGroup] = []
         self._state_bits = state_bits
-        self._coded = CodedStates(ShardGroup(self.comm, axis), _checked_block(state_block))
+        block = _checked_block(state_block)
         inner_groups = [self._inner_group(param_group) for param_group in self.param_groups]
         self.inner = optimizer(inner_groups, **kwargs)
+        unsigned = (
+            NEVER_NEGATIVE if type(self.inner).__module__.startswith(OF_TORCH) else frozenset()
+        )
+        self._coded = CodedStates(ShardGroup(self.comm, axis), block, never_negative=unsigned)
         self.defaults = dict(self.inner.defaults)
         self._copy_settings_from_inner()
 
