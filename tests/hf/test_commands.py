@@ -374,3 +374,15 @@ def test_dropout_of_a_folder_that_is_left_out_is_said(
             ("--model.from_hf", str(tmp_path / "hf"), "--model.dropout", "0.1"), FAMILIES
         )
         assert not [note for note in training_notes(dropped) if "nothing is dropped" in note]
+
+
+def test_a_sequence_beyond_the_context_of_a_folder_has_one_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder says how long the context is: another --model.max_seq_len would contradict it."""
+    model = CONFIGS["gpt2"].model_copy(update={"vocab": 256})
+    write(tmp_path / "hf", model, small(model))
+    words = ["--model.from_hf", str(tmp_path / "hf"), "--data.seq_len", "32"]
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("Fix: --data.seq_len 16")

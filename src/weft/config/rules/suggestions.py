@@ -243,7 +243,8 @@ def lengths(
                 yield {"data.seq_len": near}
     longest: int = getattr(model, "max_seq_len", seq_len + unit)
     yield {"data.seq_len": longest // unit * unit}
-    if hasattr(model, "max_seq_len") and not getattr(model, "rope_scaling", None):
+    is_given = getattr(model, "from_hf", None)  # a folder says how long its context is
+    if hasattr(model, "max_seq_len") and not getattr(model, "rope_scaling", None) and not is_given:
         yield {"model.max_seq_len": seq_len}
     yield from no_sequence_parallelism()
     for axis in position_axes():
