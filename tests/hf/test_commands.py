@@ -386,3 +386,37 @@ def test_a_sequence_beyond_the_context_of_a_folder_has_one_fix(
     assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("Fix: --data.seq_len 16")
+
+
+IMPORTS = """
+import sys
+from weft.errors import UserError
+from weft.start.checked_run import load_checked_run
+
+WATCHED = ("torch", "transformers", "transformers.modeling_utils")
+for words in {words!r}:
+    try:
+        load_checked_run(["--model.name", {name!r}, *words.split()])
+    except UserError as error:
+        imported = [name for name in WATCHED if name in sys.modules]
+        print(*imported, error.faults[0].key)
+"""
+
+
+def test_wrong_keys_are_named_before_their_model_is_imported_or_built(tmp_path):
+    wrong = {
+        "--steps -3": "steps",
+        "--optim.name foo": "optim.name",
+        "--batch.bogus 3": "batch.bogus",
+        "--mesh dq3": "mesh",
+    }
+    of_model = {"--model.bogus 3": "model.bogus", "--data.seq_len 999999": "data.seq_len"}
+    words = (*wrong, *of_model)
+    program = IMPORTS.format(words=words, name="hf:olmo2")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.splitlines() == [
+        *wrong.values(),
+        *(f"torch transformers {key}" for key in of_model.values()),
+    ]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from weft.code.identity import CodeIdentity, changed_parts, stored_parts
 from weft.code.trust import trust_text
@@ -26,6 +27,7 @@ from weft.config.base_files import (
 )
 from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
 from weft.config.finetuning import finetuning_defaults
+from weft.config.hf.architectures import is_architecture_name
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import ConfigFamily, Families
@@ -139,29 +141,9 @@ def try_load(
     sources = _read_sources(argv, families, values)
     of_run = run_type(sources.model.name, families[sources.model.name].Config)
     known = keys_of(of_run)
-    given = flags.read(sources.words, known)
-    named = {**sources.values, **given.values}
-    is_table = partial(table_key, known=known)
-    unknown = [
-        with_source(unknown_key(key, known), sources.chain)
-        for key in {**sources.file, **sources.values}
-        if key not in known and not is_table(key)
-    ]
-    asked: Flat = {}
-    for key, value in {**sources.file, **named}.items():
-        if key == OPTIMIZER and is_user_class(str(value)):
-            file, _, name = str(value).rpartition(":")
-            asked[key] = f"{canonical_reference(file)}:{name}"
-        elif key in FOLDER_KEYS and isinstance(value, str):
-            asked[key] = os.path.expanduser(value)
-        elif key in known:
-            asked[key] = whole_number(value, known[key].annotation)
-        elif is_table(key):
-            asked[key] = value
-    if RESUME_CODE not in named:  # an answer to one resume, not to the later ones of its run
-        asked.pop(RESUME_CODE, None)
-    if STEPS in named and EPOCHS not in named:
-        asked.pop(EPOCHS, None)
+    asked, named, key_faults = _asked(
+        sources.file, sources.values, sources.words, known=known, chain=sources.chain
+    )
     rates = tuple(rate_faults(asked))
     contradicting = contradictions(sources.folder, asked)
     schedule = schedule_keys(asked, named)
@@ -194,7 +176,7 @@ def try_load(
         run = run.with_values({"mesh": ""})
     faults = (
         *sources.faults,
-        *map(with_note_on_base, (*unknown, *given.faults)),
+        *key_faults,
         *undecodable(asked),
         *unexpanded(asked),
         *contradicting,
@@ -210,24 +192,113 @@ def try_load(
     return Loaded(run=run, faults=faults, named=frozenset(named), auto_mesh=auto_mesh)
 
 
-def _read_sources(
-    argv: Sequence[str], families: Families, given_values: Mapping[str, Any]
-) -> _Sources:
-    """File and flags, with the keys of the model left out where it is wrong or another one is
-    chosen.
+def check_other_keys(
+    argv: Sequence[str], families: Families, values: Mapping[str, Any] = NO_VALUES
+) -> None:
+    """Check the keys outside of the model's section where the model is code of a user or of
+    transformers: its import takes seconds.
+
+    Raises:
+        ConfigError: with every fault of these keys alone.
     """
+    layers = _read_layers(argv, values)
+    name = layers.first.get(NAME, layers.file.get(NAME))
+    is_imported = is_reference(name) or is_architecture_name(name)
+    if layers.faults or not (is_imported or FROM_HF in {**layers.file, **layers.first}):
+        return
+    stand_in = default_model(families).name
+    of_run = run_type(stand_in, families[stand_in].Config)
+    known = keys_of(of_run)
+    others = (_without_model(layers.file), _without_model(layers.values))
+    words = flags.without(layers.words, "model.")
+    asked, named, faults = _asked(*others, words, known=known, chain=layers.chain)
+    run, invalid = _validate(of_run, asked)
+    mesh_faults = () if run.mesh == AUTO_MESH else tuple(mesh_can_be_read(run.mesh))
+    sources = (
+        fault if fault.key in named else with_source(fault, layers.chain) for fault in invalid
+    )
+    faults = (*faults, *sources, *optimizer_faults(run.optim), *mesh_faults)
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _asked(
+    file: Flat,
+    values: Flat,
+    words: flags.Words,
+    *,
+    known: Mapping[str, FieldInfo],
+    chain: tuple[ConfigFile, ...],
+) -> tuple[Flat, Flat, tuple[Fault, ...]]:
+    """What file, values and flags say for known keys, what values and flags say, and the keys that
+    are unknown or cannot be read.
+    """
+    given = flags.read(words, known)
+    named = {**values, **given.values}
+    is_table = partial(table_key, known=known)
+    unknown = [
+        with_source(unknown_key(key, known), chain)
+        for key in {**file, **values}
+        if key not in known and not is_table(key)
+    ]
+    asked: Flat = {}
+    for key, value in {**file, **named}.items():
+        if key == OPTIMIZER and is_user_class(str(value)):
+            file_name, _, name = str(value).rpartition(":")
+            asked[key] = f"{canonical_reference(file_name)}:{name}"
+        elif key in FOLDER_KEYS and isinstance(value, str):
+            asked[key] = os.path.expanduser(value)
+        elif key in known:
+            asked[key] = whole_number(value, known[key].annotation)
+        elif is_table(key):
+            asked[key] = value
+    if RESUME_CODE not in named:  # an answer to one resume, not to the later ones of its run
+        asked.pop(RESUME_CODE, None)
+    if STEPS in named and EPOCHS not in named:
+        asked.pop(EPOCHS, None)
+    return asked, named, tuple(map(with_note_on_base, (*unknown, *given.faults)))
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """What a config file, values and flags say, before a model is chosen; as in `_Sources`.
+
+    Attributes:
+        first: of values and flags: what decides about the model.
+    """
+
+    file: Flat
+    chain: tuple[ConfigFile, ...]
+    values: Flat
+    words: flags.Words
+    first: Flat
+    faults: tuple[Fault, ...]
+
+
+def _read_layers(argv: Sequence[str], given_values: Mapping[str, Any]) -> _Layers:
     words, word_faults = _with_model_file(flags.split(argv))
     words, of_folder = with_run_file(words)
     chain, file_faults = _read_files(words.loose)
     file = keys_of_chain(chain)
     if chain:
         file.update(of_folder | out_of_stored(words.loose, file))
-    file_faults = (*word_faults, *file_faults)
     values = dict(given_values)
     first = {**values, **flags.first_words(words)}
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
+    return _Layers(file, chain, values, words, first, (*word_faults, *file_faults))
+
+
+def _read_sources(
+    argv: Sequence[str], families: Families, given_values: Mapping[str, Any]
+) -> _Sources:
+    """File and flags, with the keys of the model left out where it is wrong or another one is
+    chosen.
+    """
+    layers = _read_layers(argv, given_values)
+    file, chain, values, words = layers.file, layers.chain, layers.values, layers.words
+    first, file_faults = layers.first, layers.faults
     is_from_run = any(is_stored([each.path], file) for each in chain)
     is_unknown = is_from_run and first.get(RESUME_CODE) != "any"
     _trust_named(first, {} if is_unknown else file)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -74,6 +74,10 @@ class BlockSpec:
     parts: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
 
 
+class ModelNotBuiltError(Exception):
+    """What is asked of a config is known once the modules of its model are built."""
+
+
 class ModelConfig(BaseModel):
     """Base of every family's Config. The defaults of its fields are the family's tiny preset."""
 
@@ -95,6 +99,12 @@ class ModelConfig(BaseModel):
     def reads_later_targets(self) -> bool:
         """Whether blocks read the token after the next one (multi-token prediction)."""
         return False
+
+    def unbuilt(self) -> Self:
+        """The config for checks that come before its model is built, which may take seconds: sizes
+        that only the modules know raise ModelNotBuiltError. Itself where the config knows all.
+        """
+        return self
 
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:

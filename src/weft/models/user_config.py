@@ -6,11 +6,11 @@ import dataclasses
 import typing
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from weft.config.schema import ModelSection
 from weft.core.input_spec import InputSpec
-from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig
+from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig, ModelNotBuiltError
 from weft.errors import ConfigError, Fault
 from weft.models.field_help import field_descriptions
 from weft.models.user_model import KEY, Model
@@ -42,15 +42,26 @@ class UserModelConfig(ModelConfig):
     is_opaque: ClassVar[bool] = True
     parts: ClassVar[ModelParts]
     field_names: ClassVar[tuple[str, ...]] = ()
+    _may_be_built: bool = PrivateAttr(default=True)
+
+    def unbuilt(self) -> UserModelConfig:
+        copy = self.model_copy()
+        copy._may_be_built = False
+        return copy
+
+    def _built(self) -> ModelParts:
+        if not self._may_be_built:
+            raise ModelNotBuiltError
+        return self.parts
 
     def axis_sizes(self) -> dict[str, int]:
-        return self.parts.axis_sizes(self)
+        return self._built().axis_sizes(self)
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
-        return self.parts.block_specs(self, seq_len)
+        return self._built().block_specs(self, seq_len)
 
     def linears(self) -> LinearShapes:
-        return self.parts.linears(self)
+        return self._built().linears(self)
 
     def input_specs(self) -> dict[str, InputSpec]:
         return self.parts.input_specs(self)

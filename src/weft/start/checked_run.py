@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.config import toml
 from weft.config.keys import Flat, flatten
-from weft.config.load import NO_VALUES, Loaded, try_load
+from weft.config.load import NO_VALUES, Loaded, check_other_keys, try_load
 from weft.config.rules.checks import Adaptation, CheckTable, run_checks
 from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run, plan_of
@@ -56,6 +56,7 @@ def load_checked_run(
         UserError: with every fault: of single keys, of their combination, and of the environment.
     """
     set_openmp_policy()  # a user's model file may import torch
+    check_other_keys(words, FAMILIES, values)
     loaded = try_load(words, FAMILIES, values)
     run = loaded.run
     notes: list[str] = []

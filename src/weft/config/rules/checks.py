@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.config.run import Run
+from weft.core.model_config import ModelNotBuiltError
 from weft.errors import Fault
 
 Suggestion = Mapping[str, Any]
@@ -37,8 +38,11 @@ class Check:
     suggest: Callable[[], Iterable[Suggestion]] | None = None
 
     def fails(self) -> bool:
-        """Whether anything is wrong."""
-        return any(True for _ in self.find())
+        """Whether anything is wrong, as far as it is known before the model is built."""
+        try:
+            return any(True for _ in self.find())
+        except ModelNotBuiltError:
+            return False
 
     def reads_any(self, keys: Iterable[str]) -> bool:
         """Whether one of these keys is read, or lies in a section that is read, or the other way
@@ -56,10 +60,27 @@ Adaptation = Callable[[Run], Run]
 
 def run_checks(run: Run, *tables: CheckTable, known: Collection[Fault] = ()) -> tuple[Fault, ...]:
     """`known` and the faults that the checks of the tables find, each once; checks that read a key
-    of a known fault are skipped.
+    of a known fault are skipped, and those that need a user's model built where others find faults.
 
     The fix of a fault names suggestions whose runs were checked: with each of them this fault is gone
     and, where possible, no check finds a new one.
+    """
+    unbuilt = run.model_copy(update={"model": run.model.unbuilt()})
+    found, need_model = _faults(unbuilt, tables, known)
+    if found or not need_model:
+        return found
+    found, _ = _faults(run, tables, known, only=need_model)
+    return found
+
+
+def _faults(
+    run: Run,
+    tables: Sequence[CheckTable],
+    known: Collection[Fault],
+    only: Collection[int] | None = None,
+) -> tuple[tuple[Fault, ...], list[int]]:
+    """The faults of all checks, or of those with these numbers, and the numbers of the checks that
+    need the model built.
     """
     wrong_keys = [fault.key for fault in known]
 
@@ -70,11 +91,18 @@ def run_checks(run: Run, *tables: CheckTable, known: Collection[Fault] = ()) -> 
         return [check for check in every if not check.reads_any(wrong_keys)]
 
     found = list(known)
+    need_model: list[int] = []
     for index, check in enumerate(checks_with({})):
-        faults = tuple(check.find())
+        if only is not None and index not in only:
+            continue
+        try:
+            faults = tuple(check.find())
+        except ModelNotBuiltError:
+            need_model.append(index)
+            continue
         fix = _tested_fix(index, checks_with) if faults else ""
         found.extend(replace(fault, fix=fix) if fix else fault for fault in faults)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)), need_model
 
 
 def _tested_fix(index: int, checks_with: Callable[[Suggestion], list[Check]]) -> str:

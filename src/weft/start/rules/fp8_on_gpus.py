@@ -42,9 +42,9 @@ def faults_on_gpus(run: Run, names: Sequence[str]) -> Iterator[Fault]:
         fix = "--precision.compute bfloat16"
         got = run.precision.compute
         yield Fault("precision.compute", what, got=got, need="bfloat16", fix=fix)
+    shapes = run.model.linears()
     axes = FAMILIES[run.model.name].axes(run.model)
     plan = plan_of(run)
-    shapes = run.model.linears()
     for name in fp8_linears(run.precision, run.model):
         logical = logical_axes(f"{name}.weight", axes)
         sizes = []
