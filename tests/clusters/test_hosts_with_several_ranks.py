@@ -11,7 +11,7 @@ import pytest
 
 from tests.clusters import hosts as hosts_module
 from tests.clusters.hosts import Hosts
-from tests.clusters.training import ENVIRONMENT, cluster_marks, losses, losses_on_one_host
+from tests.clusters.training import ENVIRONMENT, FLOAT64, cluster_marks, losses, losses_on_one_host
 from tests.tiny_run import TINY
 
 pytestmark = cluster_marks(hosts_module.unavailable())
@@ -21,8 +21,7 @@ FLAGS = (
     *TINY,
     *("--transport", "process", "--device", "cpu"),
     *("--batch.global_size", "12", "--steps", "8", "--parallel.zero", "1"),
-    *("--precision.params", "float64", "--precision.compute", "float64"),
-    *("--precision.reduce", "float64"),
+    *FLOAT64,
 )
 SCRIPT = """
 import torch, weft

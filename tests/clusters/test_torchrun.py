@@ -17,6 +17,7 @@ from tests.clusters.hosts import Hosts
 from tests.clusters.training import (
     ENVIRONMENT,
     FLAGS,
+    FLOAT64,
     STEPS,
     cluster_marks,
     last_step,
@@ -36,7 +37,7 @@ GIVES_UP = ("--run.timeout_s", "4")
 DELAY_MS = 5.0
 RENDEZVOUS = (
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "weft0:29400", "--rdzv-id", "cut"),
-    *("--nproc-per-node", "1", "--max-restarts", "5"),
+    *("--max-restarts", "5", "--nproc-per-node"),
 )
 
 
@@ -53,15 +54,21 @@ class Cut:
         return "\n".join(log.read_text(errors="replace") for log in self.logs.values())
 
 
-def train_over_a_cut(hosts: Hosts, folder: Path, flags: tuple[str, ...]) -> Cut:
-    """Train to the end; the link of the last host is cut for CUT_S at step 30."""
+def train_over_a_cut(
+    hosts: Hosts, folder: Path, flags: tuple[str, ...], *, mesh: str, per_host: int = 1
+) -> Cut:
+    """Train to the end; the link of the last host is cut for CUT_S at step 30.
+
+    Args:
+        per_host: ranks on each host.
+    """
     out = folder / "run"
     logs = {name: folder / f"{name}.log" for name in hosts.names}
     agents = []
     for index, name in enumerate(hosts.names):
-        words = [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS]
+        words = [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, str(per_host)]
         words += ["--nnodes", str(hosts.size), "-m", "weft", "train", *FLAGS, *flags]
-        words += ["--mesh", f"dp{hosts.size}", "--out", str(out), "--save.keep", "100"]
+        words += ["--mesh", mesh, "--out", str(out), "--save.keep", "100"]
         agents.append(hosts.start(index, words, env=ENVIRONMENT, log=logs[name]))
     try:
         wait_until(lambda: last_step(out) >= 30, "step 30", logs)
@@ -112,7 +119,7 @@ def train_over_a_cut(hosts: Hosts, folder: Path, flags: tuple[str, ...]) -> Cut:
 )
 def test_a_link_is_cut_and_restored(size, flags, delay_ms, tmp_path, record_property):
     with Hosts(size, rate="1gbit", delay_ms=delay_ms) as hosts:
-        cut = train_over_a_cut(hosts, tmp_path, flags)
+        cut = train_over_a_cut(hosts, tmp_path, flags, mesh=f"dp{size}")
     record_property("goes_on_after_s", round(cut.goes_on_after_s, 1))
     record_property("resumed_from", resumed_from(cut.out))
     assert losses(cut.out) == losses_on_one_host(tmp_path, f"dp{size}")
@@ -123,3 +130,16 @@ def test_a_link_is_cut_and_restored(size, flags, delay_ms, tmp_path, record_prop
     if flags == GIVES_UP:
         assert resumed_from(cut.out), cut.text()[-6000:]
         assert re.search(r"error: rank \d \(dp\d\)( on weft\d)?: ", cut.text()), cut.text()[-6000:]
+
+
+@pytest.mark.parametrize("flags", [RIDES_OUT, GIVES_UP], ids=["limit60", "limit4"])
+def test_a_link_between_hosts_of_several_ranks_is_cut(flags, tmp_path):
+    """The ranks of a host share memory, and each sends over the link."""
+    mesh = "dp2 tp2"
+    with Hosts(2, rate="1gbit") as hosts:
+        cut = train_over_a_cut(hosts, tmp_path, (*FLOAT64, *flags), mesh=mesh, per_host=2)
+    expected = losses_on_one_host(tmp_path, mesh, (*FLAGS, *FLOAT64))
+    assert losses(cut.out) == pytest.approx(expected, rel=1e-9)
+    assert len(expected) == STEPS
+    assert not repeated_losses_differ(cut.out)
+    assert bool(resumed_from(cut.out)) == (flags == GIVES_UP), cut.text()[-6000:]

@@ -23,6 +23,10 @@ FLAGS = (
     *("--transport", "process", "--device", "cpu"),
     *("--batch.global_size", "12", "--steps", str(STEPS), "--save.every", "20"),
 )
+FLOAT64 = (
+    *("--precision.params", "float64", "--precision.compute", "float64"),
+    *("--precision.reduce", "float64"),
+)
 WAIT_S = 180.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
