@@ -151,8 +151,8 @@ TABLE = {
         "error: precision.params: float16 has no numbers as small as an optimizer's",
     ),
     "heads for ulysses": (
-        *("--mesh", "cp4", "--parallel.context", "ulysses"),
-        "heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads; need a multiple of cp). Fix: --para",
+        *("--mesh", "cp8", "--parallel.context", "ulysses"),
+        "heads % cp == 0, and cp8 does not divide the heads (got 4 heads; need a multiple of cp). Fix: --parallel.con",
     ),
     "experts for ep": (
         *("--model.name", "deepseek", "--mesh", "ep3", "--batch.global_size", "24"),

@@ -189,12 +189,12 @@ def test_divisors_are_all_common_ones(numbers):
             "data.seq_len: does not divide by cp2 x tp2 (got 126; need a multiple of 4: two chunks for each of cp2, tp2",
         ),
         (
-            ["--mesh", "cp4", "--parallel.context", "ulysses"],
-            "parallel.context: ulysses needs heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads",
+            ["--mesh", "cp8", "--parallel.context", "ulysses"],
+            "parallel.context: ulysses needs heads % cp == 0, and cp8 does not divide the heads (got 4 heads; need",
         ),
         (
-            ["--mesh", "cp2 tp2", "--parallel.context", "ulysses"],
-            "1 kv_heads on each rank; need a multiple of cp). Fix: --parallel.context ring or --parallel.context allgather",
+            ["--mesh", "cp4 tp2", "--parallel.context", "ulysses"],
+            "2 heads on each rank; need a multiple of cp). Fix: --parallel.context ring or --parallel.context allgather",
         ),
         (
             ["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"],

@@ -25,6 +25,7 @@ from weft.train.build import build_data_loader, build_model
 DENSE = (
     Case("cp2", family="gpt2", microbatches=2),
     Case("cp4", grouped=True, context="ulysses", documents=True, microbatches=2),
+    Case("cp4", family="qwen2", context="ulysses", microbatches=2),  # 2 heads of keys for 4 ranks
     Case("cp3", context="allgather", documents=True, seq_len=12, microbatches=2),
     Case("cp2 tp2", family="gpt2", sequence=True, documents=True, microbatches=2),
     Case("pp2 cp2", grouped=True, documents=True, context="ulysses"),
@@ -47,6 +48,7 @@ WINDOWS = (
     Case("cp2 tp2", family="gemma3", sequence=True, seq_len=16),
 )
 MORE_WINDOWS = (
+    Case("cp2 tp2", family="mistral", context="ulysses", sequence=True, seq_len=16),
     Case("cp2", family="mistral", context="ulysses", seq_len=16),
     Case("cp4", family="gemma3", seq_len=16),
 )

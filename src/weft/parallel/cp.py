@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from weft.core.dimension import Dimension, LayoutOptions, LayoutRequest
 from weft.errors import Fault
 
 AXIS = "cp"
-HEAD_AXES = ("heads", "kv_heads")
+HEADS = "heads"
 TRAFFIC = {
     "ring": "keys and values around a ring, overlapped with attention",
     "allgather": "all-gather of keys and values, in forward and backward",
@@ -34,19 +35,25 @@ def faults(request: LayoutRequest) -> Iterable[Fault]:
 
 def _head_faults(request: LayoutRequest) -> Iterable[Fault]:
     degree = request.degrees[AXIS]
-    local_heads = {axis: size for axis, size in request.local_sizes.items() if axis in HEAD_AXES}
-    uneven = [axis for axis, size in local_heads.items() if size % degree]
-    if not uneven:
+    size = request.local_sizes.get(HEADS)
+    if size is None or size % degree == 0:
         return
-    got = ", ".join(f"{size} {axis}" for axis, size in local_heads.items())
-    is_sharded = any(request.axis_sizes[axis] != size for axis, size in local_heads.items())
-    where = " on each rank" if is_sharded else ""
-    yield Fault(
-        "parallel.context",
-        f"ulysses needs heads % cp == 0, and cp{degree} does not divide {', '.join(uneven)}",
-        got=f"{got}{where}",
-        need="a multiple of cp",
-    )
+    where = " on each rank" if request.axis_sizes[HEADS] != size else ""
+    yield uneven_heads(degree, f"{size} heads{where}")
+
+
+def uneven_heads(degree: int, got: str) -> Fault:
+    """Ranks of cp would have unequally many heads."""
+    what = f"ulysses needs heads % cp == 0, and cp{degree} does not divide the heads"
+    fix = "--parallel.context ring or --parallel.context allgather"
+    return Fault("parallel.context", what, got=got, need="a multiple of cp", fix=fix)
+
+
+def repeats_of_shared_heads(num_heads: int, degree: int) -> int:
+    """How often Ulysses repeats each head of keys and values, which several heads of queries share,
+    so that cp divides them.
+    """
+    return degree // math.gcd(num_heads, degree)
 
 
 DIMENSION = Dimension(

@@ -9,11 +9,12 @@ from torch import Tensor
 from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES
+from weft.errors import PlanError
 from weft.models.common.attention import FusedAttention
 from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.parallel.context.documents import in_rank_order, in_sequence_order, whole_documents_of
-from weft.parallel.cp import AXIS
+from weft.parallel.cp import AXIS, repeats_of_shared_heads, uneven_heads
 
 COLUMNS, HEADS = 1, 2
 """Dims of q_BSHK."""
@@ -23,6 +24,9 @@ class UlyssesAttention:
     """One device's attention on whole sequences and 1/c of the heads.
 
         q, k, v: all heads, own columns  -- all_to_all -->  own heads, all columns  -- attend, all_to_all -->  and back
+
+    Where c divides the heads of queries but not those of keys and values, these are repeated until it
+    does: each rank gets the ones that its queries read.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
     """
@@ -38,10 +42,18 @@ class UlyssesAttention:
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
-        """This rank's columns of q, k and v -> its out_BSHW."""
+        """This rank's columns of q, k and v -> its out_BSHW.
+
+        Raises:
+            PlanError: c does not divide the heads of queries.
+        """
+        degree = self.comm.degree(AXIS)
+        if q_BSHK.shape[HEADS] % degree:
+            raise PlanError(uneven_heads(degree, f"{q_BSHK.shape[HEADS]} heads"))
+        num_repeats = repeats_of_shared_heads(k_BSGK.shape[HEADS], degree)
         q = self._whole_sequences(q_BSHK)
-        k = self._whole_sequences(k_BSGK)
-        v = self._whole_sequences(v_BSGW)
+        k = self._whole_sequences(k_BSGK.repeat_interleave(num_repeats, HEADS))
+        v = self._whole_sequences(v_BSGW.repeat_interleave(num_repeats, HEADS))
         num_heads = q.shape[HEADS]
         first_head = self.comm.index(AXIS) * num_heads
         own_heads = slice(first_head, first_head + num_heads)
