@@ -30,12 +30,7 @@ TABLE = {
     "tp does not divide heads": (
         "--mesh",
         "tp3",
-        "error: mesh: tp3 does not divide the model's heads, kv_heads, ffn (got 4 heads, 2 kv_heads, 352 ffn",
-    ),
-    "tp does not divide kv heads": (
-        "--mesh",
-        "tp4",
-        "error: mesh: tp4 does not divide the model's kv_heads (got 4 heads, 2 kv",
+        "error: mesh: tp3 does not divide the model's heads, ffn (got 4 heads, 352 ffn",
     ),
     "batch does not divide": (
         "--mesh",

@@ -104,11 +104,11 @@ def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (["--mesh", "tp4"], '--mesh "dp2 tp2" or --mesh tp2'),
-        (["--mesh", "pp2 tp4"], '--mesh "pp2 dp2 tp2" or --mesh "pp2 tp2"'),
+        (["--mesh", "tp8"], '--mesh "dp2 tp4" or --mesh tp4'),
+        (["--mesh", "pp2 tp8"], '--mesh "pp2 dp2 tp4" or --mesh "pp2 tp4"'),
         (["--mesh", "ep4"], "--mesh dp4 or --mesh dp1"),
         (
-            ["--mesh", "cp4", "--parallel.context", "ulysses"],
+            ["--mesh", "cp8", "--parallel.context", "ulysses"],
             "--parallel.context ring or --parallel.context allgather",
         ),
         (["--mesh", "pp8"], '--mesh "pp4 dp2" or --mesh pp4'),

@@ -33,7 +33,7 @@ TABLE = {
     "damaged": (("{tmp}/damaged",), "manifest.json and its checksum do not agree"),
     "dp": ((*ASK, "--mesh", "dp2"), "error: mesh: dp would generate the same texts again: one call takes any number of --samp"),
     "cp beside tp": ((*ASK, "--mesh", "cp2 tp2"), "need pp, ep and tp alone). Fix: --mesh tp2 or give its ranks to tp"),
-    "tp does not divide": ((*ASK, "--mesh", "tp3"), "error: mesh: tp3 does not divide the model's heads, kv_heads, ffn (got 4"),
+    "tp does not divide": ((*ASK, "--mesh", "tp3"), "error: mesh: tp3 does not divide the model's heads, ffn (got 4 heads"),
     "no experts": ((*ASK, "--mesh", "ep2"), "error: mesh: ep2 shards experts, and llama3 has none"),
     "more stages than layers": ((*ASK, "--mesh", "pp5"), "more stages than layers (got 5 stages, 2 layers"),
     "mesh text": ((*ASK, "--mesh", "tpx"), "error: mesh: cannot read 'tpx'"),

@@ -117,7 +117,7 @@ FEATURES: Mapping[str, Has] = {
 
 REJECTED = (
     '--mesh tp3',
-    '--mesh tp4',
+    '--mesh tp8',
     '--model.name gpt2 --mesh "dp2 tp3"',
     '--model.name deepseek --mesh ep3 --batch.global_size 24',
     '--mesh ep2',

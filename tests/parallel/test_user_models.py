@@ -182,6 +182,17 @@ class DeclaredSingleKVHead(SingleKVHead):
         return super().attention(self.region_input(y), batch)
 
 
+class DeclaredWholeKV(InlineMLP):
+    """Grouped heads of keys and values, whole on every rank, inside a declared region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region_input = RegionInput()
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        return super().attention(self.region_input(y), batch)
+
+
 class ResidualScale(InlineMLP):
     """A learned scale of each residual branch, beside parameters that act inside the same module's
     regions.
@@ -243,6 +254,7 @@ SHAPES = {
     "one key/value head": Shape(SingleKVHead, {**ATTENTION, **MLP}),
     "one key/value head, whole": Shape(SingleKVHead, {**WHOLE_KV, **MLP}),
     "one key/value head, declared": Shape(DeclaredSingleKVHead, {**WHOLE_KV, **MLP}),
+    "several key/value heads, whole, declared": Shape(DeclaredWholeKV, {**WHOLE_KV, **MLP}),
     "residual scale": Shape(ResidualScale, {**ATTENTION, **MLP, "layer*.scale": ("branch",)}),
     "undeclared fused qkv": Shape(
         FusedQKV,

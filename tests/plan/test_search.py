@@ -651,7 +651,7 @@ def usual_meshes(words: str, num_devices: int) -> list[str]:
 def test_usual_layouts_have_experts_or_tensors_inside_a_node() -> None:
     batch = "--batch.global_size 512 --data.seq_len 4096"
     experts = usual_meshes(f"--model.preset qwen3-moe-30b-a3b {batch}", 64)
-    assert experts[:3] == ["dp8 ep8", "dp8 ep4 tp2", "dp16 tp4"]
+    assert experts[:3] == ["dp8 ep8", "dp8 ep4 tp2", "dp8 tp8"]
     assert "pp2 dp4 ep8" in experts
     dense = usual_meshes(f"--model.preset llama3-70b {batch}", 64)
     assert dense[:3] == ["dp64", "dp8 tp8", "dp16 tp4"]

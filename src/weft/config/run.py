@@ -36,7 +36,7 @@ from weft.core.dimension import pipeline_axis, position_axes, sequence_axes
 from weft.core.mesh import Mesh
 from weft.core.transports import TransportName
 from weft.layout.compilation import Compile
-from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages, sharding_rule_of
 from weft.layout.recomputation import RecomputePolicy, known_policy, read_policy
 
 
@@ -266,6 +266,7 @@ def plan_of(run: Run) -> Plan:
         seq_len=run.data.seq_len,
         sequence_parallel=run.parallel.sequence,
         context=run.parallel.context,
+        rule=sharding_rule_of(run.device_mesh, run.model.axis_sizes()),
         zero=run.parallel.zero,
         recompute=recompute_of(run).text,
         compile=run.compile,

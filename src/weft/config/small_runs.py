@@ -7,12 +7,13 @@ from typing import Any
 
 from weft.config.hf.architectures import is_architecture_name
 from weft.config.rules.config_checks import config_checks
+from weft.config.rules.layout import layout_request
 from weft.config.run import Run, has_chunked_losses, plan_of
 from weft.config.schema import DataConfig, ModelSection
 from weft.config.small_layers import model_with, with_fewer_layers
-from weft.core.dimension import activation_axes
+from weft.core.dimension import activation_axes, dimensions, position_axes
 from weft.errors import UserError
-from weft.layout.plan import Plan
+from weft.layout.plan import Plan, sharding_rule_of
 
 SIZES = {
     "head_size": 4,
@@ -62,6 +63,8 @@ MOST_VOCAB_ROWS = 2**18
 """Vocabulary times ranks, up to which a user's model keeps its vocabulary."""
 ROPE_CONTEXT = "rope_scaling_original_context"
 
+SHARED = {axis for each in dimensions().values() for axis in each.whole_if_uneven}
+"""Logical axes of heads that several ranks may share."""
 
 AcceptsSizes = Callable[[ModelSection, Plan], bool]
 """Whether a model takes the sizes of its config, in a layout."""
@@ -220,9 +223,24 @@ def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
         if model is None:
             continue
         changed = run.with_values({"model": model})
-        if is_valid(changed) and _has_whole_blocks(changed):
+        if is_valid(changed) and _shards_alike(changed, run) and _has_whole_blocks(changed):
             return changed
     return run
+
+
+def _shards_alike(run: Run, own: Run) -> bool:
+    """Whether heads of keys and values are sharded as in the other run: by tp, and by cp under
+    Ulysses, which repeat them on ranks that share them.
+    """
+
+    def whole_parts(each: Run) -> tuple[object, ...]:
+        mesh = each.device_mesh
+        local_sizes = layout_request(mesh, each.model, each.parallel).local_sizes
+        degree = mesh.degree(position_axes())
+        uneven = {axis for axis, size in local_sizes.items() if size % degree}
+        return sharding_rule_of(mesh, each.model.axis_sizes()), uneven & SHARED
+
+    return whole_parts(run) == whole_parts(own)
 
 
 def _has_whole_blocks(run: Run) -> bool:

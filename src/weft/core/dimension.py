@@ -81,6 +81,8 @@ class Dimension:
             transforms are applied.
         params: logical axes of parameters that are sharded over it.
         uneven: those of `params` that may be sharded into parts of different length.
+        whole_if_uneven: those of `params` that every rank holds whole where the degree does not
+            divide them.
         batch: what it shards of a batch. Where it shards anything, gradients vary along it and are
             summed over it, except those of parameters that it shards.
         shards_blocks: whether it splits the chain of blocks into pipeline stages.
@@ -105,6 +107,7 @@ class Dimension:
     nesting: int
     params: tuple[str, ...] = ()
     uneven: tuple[str, ...] = ()
+    whole_if_uneven: tuple[str, ...] = ()
     batch: BatchShard | None = None
     shards_blocks: bool = False
     shards_activations: bool = False

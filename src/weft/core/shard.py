@@ -214,6 +214,11 @@ def _part_sizes(
         )
         raise PlanError(fault)
     mesh_axes = {rule.get(axis) for axis, _ in stacked.parts}
+    if None in mesh_axes:
+        whole = next(axis for axis, _ in stacked.parts if axis not in rule)
+        what = f"parts of {stacked} are sharded, and {whole} is whole on this mesh"
+        fix = "a degree that divides each part, or one projection for each"
+        raise PlanError(Fault(name, what, fix=fix))
     if len(mesh_axes) > 1:
         raise PlanError(Fault(name, f"parts of {stacked} are sharded over different mesh axes"))
     (mesh_axis,) = mesh_axes

@@ -24,7 +24,7 @@ from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, DataError, Fault, UserError, counted
 from weft.generate.model_source import ModelSource
 from weft.generate.request import Request, SamplingOptions, read_prompts
-from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages, sharding_rule_of
 from weft.models.user_config import CONTEXT_FIELDS
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
@@ -80,6 +80,7 @@ class ModelJob:
             family=self.config.name,
             architecture=canonical_json(self.config.architecture),
             stages=make_stages(self.config.block_specs(seq_len), mesh.degree(PP)),
+            rule=sharding_rule_of(mesh, self.config.axis_sizes()),
             seq_len=seq_len,
             params=self.dtype,
             compute=self.dtype,

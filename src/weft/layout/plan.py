@@ -18,6 +18,7 @@ from weft.core.dimension import (
     activation_axes,
     all_axes,
     default_sharding_rule,
+    dimensions,
     pipeline_axis,
     position_axes,
     sequence_axes,
@@ -67,6 +68,19 @@ class Stage(BaseModel):
 
 def _default_rule() -> tuple[tuple[str, str], ...]:
     return tuple(default_sharding_rule().items())
+
+
+def sharding_rule_of(mesh: Mesh, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """The rule of a plan for a model of these sizes: without the logical axes that stay whole on this
+    mesh.
+    """
+    rule = default_sharding_rule()
+    for dimension in dimensions().values():
+        degree = mesh.degree(dimension.name)
+        for logical in dimension.whole_if_uneven:
+            if axis_sizes.get(logical, degree) % degree:
+                del rule[logical]
+    return tuple(rule.items())
 
 
 class Plan(BaseModel):

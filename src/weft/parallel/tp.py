@@ -20,6 +20,7 @@ DIMENSION = Dimension(
     nesting=5,
     params=("heads", "kv_heads", "ffn", "vocab"),
     uneven=("vocab",),
+    whole_if_uneven=("kv_heads",),  # each rank's heads of queries read those that they share
     shards_activations=True,
     traffic=traffic,
     transform="weft.parallel.tensor.transform:transform",

@@ -340,9 +340,18 @@ def _merged(forms: Sequence[Table]) -> Table:
 
 
 def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
-    """The ways to shard a group: fused weights in parts, then as one."""
+    """The ways to shard a group: fused weights in parts, then as one; then with heads of keys and
+    values whole, which tp may not divide.
+    """
     width = shapes[f"{group.row}.weight"][1]
-    return [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
+    forms = [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
+    shared = [name for name, roles in group.roles.items() if roles and "q" not in roles]
+    whole = {
+        name: (None,) * len(row)
+        for name, row in forms[-1].items()
+        if name.rpartition(".")[0] in shared
+    }
+    return [*forms, {**forms[-1], **whole}]
 
 
 def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Table:

@@ -21,7 +21,6 @@ from weft.core.dimension import (
     LayoutRequest,
     activation_axes,
     all_axes,
-    default_sharding_rule,
     dimensions,
     local_update_axes,
     pipeline_axis,
@@ -34,6 +33,7 @@ from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import length_unit
 from weft.errors import Fault, UserError, counted, did_you_mean
+from weft.layout.plan import sharding_rule_of
 from weft.layout.stages import check_number_of_stages, check_stage_limit, split_by_counts
 from weft.schedule.catalog import SCHEDULES, find
 
@@ -76,7 +76,8 @@ def axis_divides(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterator[Fau
 
 def sharded_sizes(model: ModelConfig, mesh_axis: str) -> dict[str, int]:
     """Units of the logical axes that a mesh axis shards into equal parts."""
-    sharded = dimensions()[mesh_axis].params
+    dimension = dimensions()[mesh_axis]
+    sharded = set(dimension.params) - set(dimension.whole_if_uneven)
     may_be_uneven = uneven_axes()
     sizes: dict[str, int] = {
         axis: size
@@ -97,8 +98,8 @@ def dimension_faults(
 
 def layout_request(mesh: Mesh, model: ModelConfig, parallel: ParallelConfig) -> LayoutRequest:
     """The layout of a run, as dimensions read it."""
-    rule = default_sharding_rule()
     axis_sizes = model.axis_sizes()
+    rule = dict(sharding_rule_of(mesh, axis_sizes))
     local_sizes: dict[str, int] = {}
     for axis, size in axis_sizes.items():
         degree = mesh.degree(rule[axis]) if axis in rule else 1

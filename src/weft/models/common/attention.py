@@ -8,8 +8,9 @@ declares the features that it supports, and an `Attend` that requires more is re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -194,6 +195,47 @@ def _allowed_keys(
     return is_same_B1SS if allowed is None else is_same_B1SS & allowed
 
 
+@dataclass(frozen=True)
+class OwnHeads:
+    """The heads of keys and values that a rank's heads of queries read, where it computes all of them.
+
+    Attributes:
+        first: the rank's first head of queries.
+        number: of its heads of queries.
+        total: heads of queries of all ranks.
+    """
+
+    first: int
+    number: int
+    total: int
+
+    @classmethod
+    def of_rank(cls, index: int, number: int, *, total: int) -> OwnHeads:
+        """Of the rank at a place along an axis that shards the heads of queries evenly."""
+        return cls(index * number, number, total)
+
+    def numbers(self, num_shared: int) -> list[int]:
+        """Which of the shared heads, in an order in which the rank's heads share them evenly.
+
+        >>> OwnHeads(first=2, number=2, total=8).numbers(2)
+        [0]
+        >>> OwnHeads(first=3, number=3, total=12).numbers(6), OwnHeads(4, 4, 16).numbers(8)
+        ([1, 2, 2], [2, 3])
+        """
+        group = self.total // num_shared
+        unit = math.gcd(self.number, group)
+        heads = range(self.first, self.first + self.number, unit)
+        return [head // group for head in heads]
+
+    def select(self, x_BSGK: Tensor) -> Tensor:
+        """These heads of keys or values."""
+        heads = self.numbers(x_BSGK.shape[2])
+        start, stop = heads[0], heads[-1] + 1
+        if heads == list(range(start, stop)):
+            return x_BSGK[:, :, start:stop]
+        return torch.stack([x_BSGK[:, :, head] for head in heads], dim=2)
+
+
 class Attend(nn.Module):
     """Seam: attention of each token to the keys that `mask` lets it see. H query heads share G
     key/value heads, H / G each.
@@ -213,6 +255,7 @@ class Attend(nn.Module):
     Attributes:
         implementation: what computes it.
         fixed: what it computes, where compiled code calls it; see `fix_for_compiler`.
+        own_heads: which of k and v it reads; None: all.
     """
 
     def __init__(
@@ -234,6 +277,7 @@ class Attend(nn.Module):
         self.dropout = dropout
         self.implementation: AttentionImplementation = FusedAttention()
         self.fixed: AttentionSpec | None = None
+        self.own_heads: OwnHeads | None = None
         AttentionSpec(
             mask, scale, dropout=dropout
         )  # rejects a wrong scale where the model is built
@@ -246,6 +290,8 @@ class Attend(nn.Module):
         )
 
     def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
+        if self.own_heads is not None:
+            k_BSGK, v_BSGW = self.own_heads.select(k_BSGK), self.own_heads.select(v_BSGW)
         spec = self.fixed or self.requirements
         if self.training and spec.dropout:
             spec = replace(spec, draws=attention_draws(q_BSHK, spec.dropout))

@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(dim, kv_width, bias=qkv_bias)
         self.v = nn.Linear(dim, kv_width, bias=qkv_bias)
         self.o = nn.Linear(q_width, dim, bias=out_bias)
+        self.region_input = RegionInput()
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
         self.rope = rope
@@ -54,6 +55,7 @@ class Attention(nn.Module):
         self.dropout = dropout
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
+        x_BSD = self.region_input(x_BSD)
         q_BSHK = self._by_head(self.q(x_BSD))
         k_BSGK = self._by_head(self.k(x_BSD))
         v_BSGK = self._by_head(self.v(x_BSD))

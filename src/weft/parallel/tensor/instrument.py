@@ -151,7 +151,7 @@ def _stand_ins(
         yield embedding, TracedEmbedding(embedding, trace)
     for path, module in list(block.named_modules()):
         if isinstance(module, Attend) and not overrides_forward(module):
-            module.implementation = TracedAttention(trace)
+            module.implementation = TracedAttention(trace, path_below(name, path))
         elif isinstance(module, Loss):
             yield module, TracedLoss(module, path_below(name, path), trace)
         elif isinstance(module, RegionInput) and not kinds.is_in_region(path):

@@ -125,6 +125,8 @@ class Findings:
             used.
         sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
             it.
+        shared_heads: attention whose heads of queries are sharded, and those of keys and values whole
+            -> this rank's heads of queries.
         dropout: name of a block -> how the tensors of its calls of dropout are sharded.
         whole: name of a block -> how it works on whole sequences.
     """
@@ -133,6 +135,7 @@ class Findings:
     inside_columns: set[str] = field(default_factory=set)
     uses: dict[str, set[bool]] = field(default_factory=dict)
     sharded_losses: dict[str, int] = field(default_factory=dict)
+    shared_heads: dict[str, int] = field(default_factory=dict)
     dropout: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
     whole: dict[str, WholeSequence] = field(default_factory=dict)
 
@@ -160,6 +163,9 @@ class Findings:
         for path, num_entries in self.sharded_losses.items():
             if _is_below(path, block):
                 found.sharded_losses[path] = num_entries
+        for path, num_heads in self.shared_heads.items():
+            if _is_below(path, block):
+                found.shared_heads[path] = num_heads
         found.dropout[block] = self.dropout.get(block, ())
         return found
 
@@ -178,6 +184,8 @@ class Findings:
             found.uses[rename(name)] = set(is_partial)
         for path, num_entries in self.sharded_losses.items():
             found.sharded_losses[rename(path)] = num_entries
+        for path, num_heads in self.shared_heads.items():
+            found.shared_heads[rename(path)] = num_heads
         for name, calls in self.dropout.items():
             found.dropout[rename(name)] = calls
         return found
@@ -188,6 +196,7 @@ class Findings:
         self.inside_columns.update(other.inside_columns)
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
+        self.shared_heads.update(other.shared_heads)
         self.dropout.update(other.dropout)
 
 

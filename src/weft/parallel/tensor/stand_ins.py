@@ -190,14 +190,22 @@ def _noted_ends(region: nn.Module, calls: list[str]) -> Iterator[None]:
 
 
 class TracedAttention:
-    """Stands for an implementation of the attention seam: heads may be sharded, all else is whole."""
+    """Stands for an implementation of the attention seam: heads may be sharded, all else is whole.
+
+    Note [Shared heads of keys and values]
+        Where tp does not divide the heads of keys and values, each rank has all of them, and computes
+        them from the same input: its own heads of queries read some. Which these are depends on the
+        rank, so the attention of the rank picks them (`OwnHeads`). Gradients of their projections are
+        partial sums over tp, as those of all whole parameters inside a region.
+    """
 
     name = "tensor-parallel"
     supports: frozenset[Feature] = ALL_FEATURES
     alternative = ""
 
-    def __init__(self, trace: ShardingTrace) -> None:
+    def __init__(self, trace: ShardingTrace, path: str) -> None:
         self.trace = trace
+        self.path = path
 
     def __call__(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
@@ -211,7 +219,8 @@ class TracedAttention:
             trace.value(tensor) for tensor in (spec.sinks, spec.head_bias) if tensor is not None
         ]
         combined = trace.combined([q, k, v, *per_head])
-        _check_heads(q.dims, k.dims, v.dims, per_head=per_head)
+        if _are_shared(q.dims, k.dims, v.dims, per_head=per_head, degree=trace.degree):
+            trace.findings.shared_heads[self.path] = q_BSHK.shape[2]
         *outer_shape, _ = q_BSHK.shape
         *outer_dims, _ = q.dims
         out = q_BSHK.new_empty((*outer_shape, v_BSGW.shape[-1]))
@@ -219,9 +228,16 @@ class TracedAttention:
         return trace.set(out, replace(combined, dims=out_dims))
 
 
-def _check_heads(q_BSHK: Dims, k_BSGK: Dims, v_BSGW: Dims, *, per_head: Sequence[Value]) -> None:
-    """Raise ShardingError unless heads alone are sharded, all of them or none, and their local
-    numbers fit; `per_head` are tensors with the heads first.
+def _are_shared(
+    q_BSHK: Dims, k_BSGK: Dims, v_BSGW: Dims, *, per_head: Sequence[Value], degree: int
+) -> bool:
+    """Whether the heads of queries are sharded, and those of keys and values whole and several.
+
+    Args:
+        per_head: tensors with the heads of queries first.
+
+    Raises:
+        ShardingError: another dim is sharded, or the numbers of heads do not fit.
     """
     for batch, sequence, _, features in (q_BSHK, k_BSGK, v_BSGW):
         for dim in (batch, sequence, features):
@@ -233,8 +249,11 @@ def _check_heads(q_BSHK: Dims, k_BSGK: Dims, v_BSGW: Dims, *, per_head: Sequence
     num_heads = length(q_heads)
     num_kv_heads = length(k_heads)
     heads = [q_heads]
-    serves_all_queries = num_kv_heads == 1 and not is_sharded(k_heads)
-    if not serves_all_queries:
+    is_whole = not is_sharded(k_heads) and not is_sharded(v_heads)
+    are_shared = is_sharded(q_heads) and is_whole and num_kv_heads > 1
+    if are_shared:
+        num_heads *= degree
+    elif num_kv_heads > 1 or not is_whole:
         heads += [k_heads, v_heads]
     for value in per_head:
         heads.append(value.dims[0])
@@ -244,3 +263,4 @@ def _check_heads(q_BSHK: Dims, k_BSGK: Dims, v_BSGW: Dims, *, per_head: Sequence
         raise ShardingError(
             f"attention of {num_heads} local heads with {num_kv_heads} key/value heads"
         )
+    return are_shared

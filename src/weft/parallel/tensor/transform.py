@@ -17,6 +17,7 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
+from weft.models.common.attention import Attend, OwnHeads
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.linear_products import share_rows
@@ -304,6 +305,13 @@ def _make_parallel(
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
         parallel = VocabParallelEmbedding.from_embedding(embedding, region)
         block = replace_module(block, embedding, parallel)
+    for path, num_heads in findings.shared_heads.items():
+        if path.startswith(f"{name}."):
+            attend = block.get_submodule(path.removeprefix(f"{name}."))
+            assert isinstance(attend, Attend), f"{path} was found to be attention"
+            attend.own_heads = OwnHeads.of_rank(
+                region.comm.index(AXIS), num_heads, total=num_heads * region.comm.degree(AXIS)
+            )
     _make_regions(block, modules, columns, region)
     _share_entries(name, block, entries, columns, findings)
     if modules.embeddings and region.sequence_parallel:
