@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -60,6 +61,8 @@ class ForkedAnswer:
         if self.pid == 0:
             os.close(self._reader)
             end_with_parent(parent)
+            # a collection of what threads of the parent left has ended in a segmentation fault
+            gc.freeze()
             os.nice(niceness)
             _answer_and_exit(function, self._file.fileno())
         os.close(writer)
