@@ -6,19 +6,25 @@ from collections.abc import Iterator
 
 from weft.config.lora import matches
 from weft.config.schema import PrecisionConfig
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import LinearShapes, ModelConfig
 
 
 def fp8_linears(precision: PrecisionConfig, model: ModelConfig) -> tuple[str, ...]:
     """The linears (global names) whose products are computed in fp8: those of attention and
-    feed-forward parts that `precision.fp8_exclude` does not name, as `lora.targets` names linears.
+    feed-forward parts, and of routed experts, that `precision.fp8_exclude` does not name, as
+    `lora.targets` names linears.
     """
     if precision.linears != "fp8":
         return ()
     excluded = precision.fp8_exclude
     return tuple(
-        name for name in model.linears() if not any(matches(target, name) for target in excluded)
+        name for name in fp8_shapes(model) if not any(matches(target, name) for target in excluded)
     )
+
+
+def fp8_shapes(model: ModelConfig) -> LinearShapes:
+    """The linears that may compute in fp8, with their features out and in; of experts those of one."""
+    return {**model.linears(), **model.expert_linears()}
 
 
 def fp8_notes(precision: PrecisionConfig, model: ModelConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from weft.core.dimension import default_sharding_rule
 from weft.core.model_config import AxisTable, LinearShapes
 from weft.core.shard import Stacked
 from weft.errors import Fault, PlanError, counted
+from weft.models.common.experts import expert_matrices
 from weft.models.common.init import named_parameters
 from weft.models.user_model import KEY
 
@@ -31,12 +32,14 @@ class ModelFacts:
         shapes: global name -> shape, tied ones under each name.
         ties: alias -> owner.
         linears: name of a linear -> features out, in.
+        expert_linears: name of a parameter that holds a matrix of each expert -> their features out, in.
         embedding_rows: of the first embedding; 0 without one.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, str]
     linears: LinearShapes
+    expert_linears: LinearShapes
     embedding_rows: int
 
 
@@ -63,18 +66,22 @@ def facts_of(blocks: Mapping[str, nn.Module], ties: Mapping[str, str], *, label:
         owner = owners.setdefault(id(param), name)
         if owner != name:
             all_ties.setdefault(name, owner)
-    return ModelFacts(shapes, all_ties, _linears_of_layers(blocks), _rows_of_embedding(blocks))
+    linears: LinearShapes = {}
+    expert_linears: LinearShapes = {}
+    for name, module in _modules_of_layers(blocks):
+        if type(module) is nn.Linear:
+            linears[name] = (module.out_features, module.in_features)
+        for matrix, sizes in expert_matrices(module).items():
+            expert_linears[f"{name}.{matrix}"] = sizes
+    return ModelFacts(shapes, all_ties, linears, expert_linears, _rows_of_embedding(blocks))
 
 
-def _linears_of_layers(blocks: Mapping[str, nn.Module]) -> LinearShapes:
-    found: LinearShapes = {}
+def _modules_of_layers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for block_name, block in blocks.items():
-        if not is_numbered(block_name):
-            continue
-        for path, module in block.named_modules():
-            if type(module) is nn.Linear and path:
-                found[f"{block_name}.{path}"] = (module.out_features, module.in_features)
-    return found
+        if is_numbered(block_name):
+            for path, module in block.named_modules():
+                if path:
+                    yield f"{block_name}.{path}", module
 
 
 def _rows_of_embedding(blocks: Mapping[str, nn.Module]) -> int:

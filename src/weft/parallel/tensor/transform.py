@@ -20,6 +20,7 @@ from weft.layout.plan import Plan
 from weft.models.common.attention import Attend, OwnHeads
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
+from weft.models.common.fp8_experts import share_expert_rows
 from weft.models.common.linear_products import share_rows
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.model.dropout_blocks import DropoutShards
@@ -300,6 +301,8 @@ def _make_parallel(
         block = replace_module(block, linear, row)
     for path in modules.inner_rows:
         share_rows(block.get_submodule(path), largest_in=region.largest)
+    for path, matrix, dim in modules.experts:
+        share_expert_rows(block.get_submodule(path), matrix, region.largest, dim=dim)
     for path in modules.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
