@@ -44,12 +44,7 @@ class PlainFp8Experts:
     """A linear in fp8 for each expert, of its own tokens."""
 
     def __call__(
-        self,
-        x_NK: Tensor,
-        weight_EMK: Tensor,
-        loads: ExpertLoads,
-        *,
-        bias_EM: Tensor | None = None,
+        self, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
     ) -> Tensor:
         runs = x_NK.split(loads.lengths(len(x_NK)))
         biases = [None] * len(runs) if bias_EM is None else bias_EM.unbind()

@@ -43,12 +43,7 @@ class Fp8ExpertProduct:
     largest_out: Largest | None = None
 
     def __call__(
-        self,
-        x_NK: Tensor,
-        weight_EMK: Tensor,
-        loads: ExpertLoads,
-        *,
-        bias_EM: Tensor | None = None,
+        self, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
     ) -> Tensor:
         return fp8_expert_linear(x_NK, weight_EMK, loads, bias_EM, self)
 

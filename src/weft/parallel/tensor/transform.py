@@ -18,9 +18,9 @@ from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.attention import Attend, OwnHeads
+from weft.models.common.fp8_experts import share_expert_rows
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
-from weft.models.common.fp8_experts import share_expert_rows
 from weft.models.common.linear_products import share_rows
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.model.dropout_blocks import DropoutShards
