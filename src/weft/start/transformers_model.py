@@ -95,9 +95,10 @@ def _check_blocks(run: Run) -> None:
 
 def _experts_not_in_fp8(run: Run, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """The experts that the model multiplies itself, not by transformers' interface."""
-    number, inside = run.model.architecture["experts"], run.model.expert_linears()
+    number, inside = run.model.architecture.get("experts"), run.model.expert_linears()
     for name, shape in shapes.items():
-        if number and len(shape) == 3 and shape[0] == number and name not in inside:
+        is_stack = len(shape) == 3 and shape[0] == number and min(shape) > 1
+        if is_stack and name not in inside:
             leaf = name.partition(".")[2]
             yield f"its routed experts, {leaf} among them, compute in {run.precision.compute}, not in fp8"
             return
