@@ -16,7 +16,7 @@ from weft.config.run import Run, plan_of
 from weft.data.dataset import open_validation
 from weft.data.prepared import tokenizer_of
 from weft.data.samples import Samples, num_evaluated
-from weft.errors import PlanError
+from weft.errors import Fault, PlanError
 from weft.generate.decode import load_model
 from weft.generate.main import open_source
 from weft.generate.model_source import ModelSource
@@ -94,10 +94,14 @@ def _load(job: EvalJob, comm: Comm) -> ParallelModel:
             comm=comm,
         )
     except PlanError as error:
-        if run.precision.linears != "fp8":
-            raise
-        fix = f"--dtype {run.precision.compute}, or another mesh"
-        raise PlanError(*(replace(fault, fix=fix) for fault in error.faults)) from None
+        raise PlanError(*(_with_own_fix(fault, run) for fault in error.faults)) from None
+
+
+def _with_own_fix(fault: Fault, run: Run) -> Fault:
+    """A fault that a run would avoid by leaving linears out of fp8, with what avoids it here."""
+    if "--precision.fp8_exclude" not in fault.fix:
+        return fault
+    return replace(fault, fix=f"--dtype {run.precision.compute}, or another mesh")
 
 
 def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
