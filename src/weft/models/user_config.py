@@ -66,7 +66,7 @@ class UserModelConfig(ModelConfig):
         return self._built().linears(self)
 
     def expert_linears(self) -> LinearShapes:
-        return self.parts.expert_linears(self)
+        return self._built().expert_linears(self)
 
     def input_specs(self) -> dict[str, InputSpec]:
         return self.parts.input_specs(self)
