@@ -18,6 +18,7 @@ from weft.core.shard import Stacked
 from weft.errors import Fault, PlanError, counted
 from weft.models.common.experts import expert_matrices
 from weft.models.common.init import named_parameters
+from weft.models.common.moe import Router
 from weft.models.user_model import KEY
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -77,11 +78,16 @@ def facts_of(blocks: Mapping[str, nn.Module], ties: Mapping[str, str], *, label:
 
 
 def _modules_of_layers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside numbered blocks, without those of weft's routers, which use their weights alone."""
     for block_name, block in blocks.items():
-        if is_numbered(block_name):
-            for path, module in block.named_modules():
-                if path:
-                    yield f"{block_name}.{path}", module
+        if not is_numbered(block_name):
+            continue
+        used_by_routers: set[nn.Module] = set()
+        for path, module in block.named_modules():
+            if isinstance(module, Router):
+                used_by_routers.update(module.children())
+            elif path and module not in used_by_routers:
+                yield f"{block_name}.{path}", module
 
 
 def _rows_of_embedding(blocks: Mapping[str, nn.Module]) -> int:
