@@ -154,7 +154,14 @@ def test_another_scale_is_found(name: str, words: str) -> None:
     assert not report.holds
 
 
-def test_a_linear_that_rounds_a_part_of_its_gradient_is_rejected() -> None:
-    """In a latent attention whole projections are inside the region of the heads."""
-    with pytest.raises(PlanError, match=r"attn.q_a: .* Fix: add attn.q_a to --precision.fp8_excl"):
-        report_of(f"--mesh tp2 --model.name deepseek {FP8}", steps=1)
+@pytest.mark.parametrize(
+    ("words", "linear"),
+    [("--mesh tp2 --model.name deepseek", "attn.q_a"), ("--mesh tp4", "attn.k")],
+)
+def test_a_linear_that_rounds_a_part_of_its_gradient_is_rejected(words: str, linear: str) -> None:
+    """In a latent attention, and where ranks share heads of keys and values, whole projections are
+    inside the region of the heads.
+    """
+    fix = rf"{linear}: .* Fix: add {linear} to --precision.fp8_excl"
+    with pytest.raises(PlanError, match=fix):
+        report_of(f"{words} {FP8}", steps=1)
