@@ -84,6 +84,7 @@ CASES = (
     Case("dp2", "--parallel.recompute offload"),
     Case("tp2", "--parallel.logits chunked"),
     Case("dp2 tp2", setting="--precision.linears fp8 --model.dim 128", dtype="bfloat16"),
+    Case("ep2", setting="--precision.linears fp8", model="qwen3-moe", dtype="bfloat16"),
     Case("dp2", "--parallel.zero 3", setting="--optim.state_dtype 8bit"),
     Case("dp2", "--parallel.zero 2", setting="--optim.name muon"),
     Case("dp2", "--parallel.zero 1", setting="--optim.name lion"),

@@ -10,6 +10,7 @@ from weft.config.rules.checks import run_checks
 from weft.config.rules.config_checks import config_checks
 from weft.config.run import Run
 from weft.models import FAMILIES
+from weft.models.common.experts import expert_matrices
 from weft.start.rules.fp8_on_gpus import faults_on_gpus
 
 FP8 = ("--precision.linears", "fp8")
@@ -36,8 +37,36 @@ def test_all_linears_of_layers_are_in_fp8_but_those_that_patterns_name() -> None
 def test_the_note_says_what_is_in_fp8_and_what_is_not() -> None:
     found = run(*FP8, "--model.name", "qwen3-moe")
     (note,) = fp8_notes(found.precision, found.model)
-    assert "16 linears (q, k, v, o); in float32: weight gradients, the output" in note
-    assert note.endswith("routers, routed experts")
+    assert "16 linears (q, k, v, o) and routed experts of 4 layers (gate, up, down)" in note
+    assert note.endswith("; in float32: weight gradients, the output projection, routers")
+    without = run(*FP8, "--model.name", "qwen3-moe", "--precision.fp8_exclude", "experts.*", "q")
+    (note,) = fp8_notes(without.precision, without.model)
+    assert "of 12 linears (k, v, o); in float32" in note
+    assert note.endswith("routers, what experts.* names, what q names")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek", "hf:mixtral", "hf:gpt_oss"])
+def test_experts_are_excluded_by_their_names(name: str) -> None:
+    found = run(*FP8, "--model.name", name, "--precision.fp8_exclude", "experts.down*", "attn.*")
+    experts = found.model.expert_linears()
+    left = set(fp8_linears(found.precision, found.model))
+    kept = {each for each in experts if "down" not in each.rpartition(".")[2]}
+    assert kept
+    assert kept == left & set(experts)
+
+
+def test_every_matrix_of_experts_is_listed() -> None:
+    """A family's list against its parameters."""
+    for name in ("qwen3-moe", "deepseek"):
+        model = run("--model.name", name).model
+        blocks = FAMILIES[name].blocks(model)
+        found = {
+            f"{block}.{path}.{matrix}": sizes
+            for block, layer in blocks.items()
+            for path, module in layer.named_modules()
+            for matrix, sizes in expert_matrices(module).items()
+        }
+        assert found == model.expert_linears()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +83,7 @@ def test_patterns_that_mean_nothing_are_rejected(words: tuple[str, ...], message
     assert message in fault
 
 
+NARROW_EXPERTS = ("--mesh", "tp2", "--model.name", "qwen3-moe", "--model.expert_ffn", "48")
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
@@ -64,6 +94,9 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
         ((), H100, "is not the type of the operands"),
         ((*BFLOAT16, "--mesh", "tp4", "--model.ffn", "160"), H100, "layer0.mlp.gate has sizes"),
         ((*BFLOAT16, "--mesh", "tp2"), H100, ""),
+        ((*BFLOAT16, "--mesh", "ep2 tp2", "--model.name", "qwen3-moe"), H100, ""),
+        ((*BFLOAT16, *NARROW_EXPERTS), H100, "layer0.mlp.experts.gate has sizes"),
+        ((*BFLOAT16, *NARROW_EXPERTS, "--precision.fp8_exclude", "experts.*"), H100, ""),
         (BFLOAT16, "another GPU", ""),
     ],
 )

@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
 
@@ -37,7 +38,7 @@ from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh
 from weft.data.record_sources import packs_documents
 from weft.models import FAMILIES
-from weft.models.common import experts, init
+from weft.models.common import experts, init, linear_products
 from weft.models.common.batch import token_batch
 from weft.train import build, build_training
 from weft.train.late_report import LateReports, reports_late
@@ -267,7 +268,8 @@ def counts_of(
         step = build_training.build_step(run, comm)
         batches = batches_of(run, comm)
     ordered = OrderedOperations(streams) if checks_streams else nullcontext()
-    with fake_mode, recorder, cuda_streams(streams), even_expert_loads(recorder):
+    is_hopper = patch.object(linear_products, "_capability", lambda device: (9, 0))
+    with fake_mode, recorder, cuda_streams(streams), even_expert_loads(recorder), is_hopper:
         step(batches, lr=1e-3)
         comm.checked = False
         streams.is_checking = checks_streams

@@ -82,4 +82,7 @@ LAYOUTS = (
     Layout("dp2", f"{BF16} {EXPERTS} 8", model="qwen3-moe", measures_layers=True, is_slow=True),
     Layout("dp2", f"{BF16} {EXPERTS} 128", model="qwen3-moe", measures_layers=True),
     Layout("ep2", f"{BF16} {EXPERTS} 128", model="qwen3-moe", measures_layers=True, is_slow=True),
+    Layout(
+        "ep2 tp2", f"{BF16} {EXPERTS} 8 --precision.linears fp8", model="qwen3-moe", is_slow=True
+    ),
 )

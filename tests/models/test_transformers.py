@@ -282,6 +282,15 @@ def test_what_no_gradient_reaches_is_not_trained_and_said() -> None:
     assert "encoder_attn" in note
 
 
+@pytest.mark.parametrize(
+    ("name", "is_said"), [("hf:llama4_text", True), ("hf:mixtral", False), ("hf:minimax", False)]
+)
+def test_experts_that_do_not_compute_in_fp8_are_said(name: str, is_said: bool) -> None:
+    _, notes = prepared(load(["--model.name", name, "--precision.linears", "fp8"], FAMILIES))
+    said = "feed_forward.experts.gate_up_proj among them, compute in float32, not in fp8"
+    assert any(said in note for note in notes) == is_said
+
+
 def test_fused_weights_are_sharded_by_heads_and_parts() -> None:
     run, notes = prepared(load(["--model.name", "hf:gpt2", "--mesh", "tp2"], FAMILIES))
     axes = json.loads(run.model.axes)  # type: ignore[attr-defined]

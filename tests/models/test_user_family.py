@@ -11,6 +11,9 @@ from torch import nn
 
 from weft.generate.job import max_positions
 from weft.models import FAMILIES
+from weft.models.common.experts import Experts
+from weft.models.common.moe import Choice, MoE, Router
+from weft.models.user_facts import facts_of
 from weft.train.init_from import meta_modules
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
@@ -118,3 +121,18 @@ def test_a_model_without_a_context_computes_any_position(tmp_path: Path) -> None
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(line=""), encoding="utf-8")
     assert max_positions(FAMILIES[str(path)].Config()) is None
+
+
+def test_a_users_mixture_has_linears_of_experts_and_none_of_its_router() -> None:
+    """The router uses the weight of its linear alone: an adapter or fp8 of it would have no effect."""
+    layer = nn.Module()
+    layer.fc = nn.Linear(8, 8)
+    choice = Choice(num_experts=4, top_k=2, scoring="softmax")
+    layer.mlp = MoE(router=Router(8, choice), experts=Experts(8, 16, num_experts=4))
+    facts = facts_of({"layer0": layer}, {}, label="mine")
+    assert facts.linears == {"layer0.fc": (8, 8)}
+    assert facts.expert_linears == {
+        "layer0.mlp.experts.gate": (16, 8),
+        "layer0.mlp.experts.up": (16, 8),
+        "layer0.mlp.experts.down": (8, 16),
+    }

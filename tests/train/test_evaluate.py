@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,3 +228,31 @@ def test_the_events_and_lines_of_a_run_agree(tmp_path, capsys):
         f"loss {found[2]['loss']:.4f} nats, perplexity {found[2]['perplexity']:.2f}, {found[2]['tokens']:,}"
         in told[2]
     )
+
+
+@pytest.mark.parametrize("linears", ["default", "fp8"])
+def test_a_checkpoint_has_the_validation_loss_of_its_run(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], linears: str
+) -> None:
+    """`weft eval` computes as the run does, its linears and experts in fp8 too; with a number type that
+    is asked for all in that type.
+    """
+    out = str(tmp_path / "run")
+    data = ["--data.source", f"{source}/train.txt", "--eval.source", f"{source}/valid.txt"]
+    words = [*data, *SIZES.split(), "--model.name", "qwen3-moe", "--precision.linears", linears]
+    ranks = ["--mesh", "ep2", "--transport", "threads"]
+    assert main(["train", *ranks, *words, "--prove.before", "never", "--out", out]) == 0
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    of_run = [event["loss"] for event in events if event["event"] == "eval"][-1]
+    capsys.readouterr()
+
+    def evaluated(*words: str) -> float:
+        assert main(["eval", out, *words, "--batch_size", "6", "--json"]) == 0
+        loss: float = json.loads(capsys.readouterr().out)["loss"]
+        return loss
+
+    assert evaluated(*ranks) == of_run
+    in_float32 = evaluated("--dtype", "float32", *ranks)
+    assert (in_float32 == of_run) == (linears == "default")
+    assert in_float32 == pytest.approx(of_run, rel=1e-2)
+    assert evaluated("--transport", "threads") == pytest.approx(of_run, rel=1e-3)

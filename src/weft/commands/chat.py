@@ -44,7 +44,7 @@ def chat(words: Sequence[str]) -> int:
     source = only_model(places, "weft chat", example="--chat_template chatml")
     job = make_chat_job(request, source, _environment_faults(request))
     check_weights(job)
-    notes = (*source.notes, *environment.notes(request.device_mesh, request.device))
+    notes = (*source.plain_notes, *environment.notes(request.device_mesh, request.device))
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.generate.chat_session import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,6 +40,7 @@ from weft.start.checked_run import set_openmp_policy
 from weft.start.messages import print_messages
 from weft.start.rules import machine
 from weft.start.rules.data_sources import validation_faults
+from weft.start.rules.fp8_on_gpus import fp8_gpu_faults
 
 USAGE = "RUN | RUN/best | CHECKPOINT | HF-FOLDER [--data SOURCE] [--mesh dp2] [--key value ...]"
 LINE = "loss, perplexity and bits per byte of a stored model on any data, on any layout of ranks"
@@ -89,7 +90,8 @@ class EvalArguments(JsonOptions):
     micro_size: int = Field(1, ge=1, le=2**24, description="sequences a forward, on one rank")
     mesh: str = Field("", description='any mesh: "dp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(
-        None, description="number type; None: as the run computes, or as the folder stores"
+        None,
+        description="number type, without fp8; None: as the run computes, or as the folder stores",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
     transport: TransportName = Field("process", description="what a rank is on this machine")
@@ -107,7 +109,11 @@ def evaluate(words: Sequence[str]) -> int:
         _check(run, source)
     except UserError as error:
         raise UserError(*dict.fromkeys(map(_with_own_key, error.faults))) from None
-    notes = (*source.notes, *environment.notes(run.device_mesh, run.device))
+    notes = (
+        *source.notes,
+        *_fp8_notes(run.precision),
+        *environment.notes(run.device_mesh, run.device),
+    )
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.evaluation.main import EvalJob  # late: imports torch, after all checks
@@ -125,7 +131,6 @@ def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
         UserError: the tokenizer of the model is unknown.
     """
     stored = source.run
-    dtype = arguments.dtype or source.dtype
     data = stored.data
     if arguments.data:
         data = _named_data(source, arguments)
@@ -144,12 +149,28 @@ def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
         "batch": BatchConfig(global_size=arguments.batch_size, micro_size=arguments.micro_size),
         "parallel": ParallelConfig(context=stored.parallel.context),
         "pipeline": PipelineConfig(),
-        "precision": PrecisionConfig(params=dtype, compute=dtype, reduce=dtype),
+        "precision": _precision(source, arguments.dtype),
         "eval": EvalConfig(
             every=1, batches=arguments.batches, source=arguments.data or stored.eval.source
         ),
     }
     return stored.with_values(values)
+
+
+def _precision(source: ModelSource, dtype: Dtype | None) -> PrecisionConfig:
+    """As evaluations in the run compute, linears in fp8 too; all in one type where one is asked for."""
+    found = dtype or source.dtype
+    plain = PrecisionConfig(params=found, compute=found, reduce=found)
+    if dtype is not None:
+        return plain
+    stored = source.run.precision
+    return plain.model_copy(update={"linears": stored.linears, "fp8_exclude": stored.fp8_exclude})
+
+
+def _fp8_notes(precision: PrecisionConfig) -> Iterator[str]:
+    if precision.linears == "fp8":
+        dtype = precision.compute
+        yield f"its linears compute in fp8, as in training; all of it in {dtype}: --dtype {dtype}"
 
 
 def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
@@ -206,6 +227,8 @@ def _check(run: Run, source: ModelSource) -> None:
             for fault in machine.world_faults(run.device_mesh, None)
         )
     faults.extend(machine.device_faults(run.device))
+    of_gpus = () if faults else fp8_gpu_faults(run)
+    faults.extend(replace(fault, fix=f"--dtype {run.precision.compute}") for fault in of_gpus)
     faults.extend(
         validation_faults(
             run.data, run.model, run.eval, loss=run.loss, global_size=run.batch.global_size

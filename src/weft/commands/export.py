@@ -80,7 +80,7 @@ def export(words: Sequence[str]) -> int:
     for path in others:
         check_stored_bytes(path)
     read_sidecars(sidecar_folders(source))
-    notes = list(source.notes)
+    notes = list(source.plain_notes)
     if not options.adapters and options.format != "gguf":
         notes.extend(_tokenizer_notes(source, folder))
     print_messages(f"note: {note}" for note in notes)

@@ -434,7 +434,7 @@ class PrecisionConfig(ConfigSection):
     )
     linears: Literal["default", "fp8"] = Field(
         "default",
-        description="products of the layers' linears: as compute says, or of rows rounded to 8-bit floats",
+        description="products of the layers' linears and experts: as compute says, or of rows in 8-bit floats",
     )
     fp8_exclude: tuple[str, ...] = Field(
         (),

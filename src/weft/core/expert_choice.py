@@ -1,7 +1,8 @@
 """Which kernel multiplies tokens by the weights of their experts, and why: a pure function. No torch.
 
 Note [Kernels of experts]
-    grouped     `grouped_mm`: one launch for all experts; their loads stay on the device
+    grouped     `grouped_mm`: one launch for all experts; their loads stay on the device. Of rows in
+                fp8 `_scaled_grouped_mm`
     loop        a product for each expert that has tokens; the host waits for the loads
 """
 
@@ -17,6 +18,11 @@ GROUPED_CAPABILITIES = (9, 10)
 GROUPED_BYTES = {"bfloat16": 2}
 """Number types that `grouped_mm` multiplies on CPUs, on these GPUs and on the meta device, and the size
 of an entry; what it multiplies on some of them alone cannot be predicted.
+"""
+FP8 = "float8_e4m3fn"
+FP8_CAPABILITIES = (9,)
+"""GPUs by their major number whose kernel multiplies groups of rows in fp8. torch 2.12 accepts 10, too, and
+its kernel fails there (pytorch/pytorch#174699).
 """
 ROW_UNIT_BYTES = 16
 MOST_GROUPS = 1023
@@ -39,7 +45,7 @@ class ExpertCall:
     """Products of `rows` tokens, each by the matrix of its expert, [inner, columns].
 
     Attributes:
-        dtype: name of the number type, as torch has it.
+        dtype: name of the number type of the operands, as torch has it; `FP8`: of scaled rows.
         is_aligned: rows of the operands lie one after the other, and begin at multiples of 16 bytes.
     """
 
@@ -78,10 +84,14 @@ def choose_expert_kernel(call: ExpertCall, device: ExpertDevice) -> ExpertKernel
 
 
 def _why_not_grouped(call: ExpertCall, device: ExpertDevice) -> str | None:
-    size = GROUPED_BYTES.get(call.dtype)
+    is_fp8 = call.dtype == FP8
+    size = 1 if is_fp8 else GROUPED_BYTES.get(call.dtype)
     if size is None:
         return f"grouped_mm does not take {call.dtype}"
-    if device.kind == "cuda" and device.capability[0] not in GROUPED_CAPABILITIES:
+    major = device.capability[0]
+    if is_fp8 and (device.kind == "cpu" or major not in FP8_CAPABILITIES):
+        return "grouped_mm of rows in fp8 needs a GPU of capability 9.x"
+    if device.kind == "cuda" and major not in GROUPED_CAPABILITIES:
         return "grouped_mm needs a GPU of capability 9.x or 10.x"
     if any(length * size % ROW_UNIT_BYTES for length in (call.inner, call.columns)):
         unit = ROW_UNIT_BYTES // size

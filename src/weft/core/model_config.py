@@ -132,6 +132,12 @@ class ModelConfig(BaseModel):
         """
         return {}
 
+    def expert_linears(self) -> LinearShapes:
+        """Projections of routed experts: global name of the parameter that holds those of all experts
+        of a layer -> features out, in, of one.
+        """
+        return {}
+
 
 def attention_linears(dim: int, *, q_width: int, kv_width: int) -> LinearShapes:
     """The projections of attention with grouped heads, by their name in a layer."""

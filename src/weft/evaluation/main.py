@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from weft.comm.comm import Comm
 from weft.config.run import Run, plan_of
 from weft.data.dataset import open_validation
 from weft.data.prepared import tokenizer_of
 from weft.data.samples import Samples, num_evaluated
+from weft.errors import Fault, PlanError
 from weft.generate.decode import load_model
 from weft.generate.main import open_source
 from weft.generate.model_source import ModelSource
+from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import choose_device
 from weft.run.launch import join, launch
 from weft.run.rank_setup import open_comm
@@ -61,13 +64,7 @@ def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) ->
     run = job.run
     device = choose_device(run.device, world)
     with open_comm(world, run.device_mesh, device) as comm:
-        model = load_model(
-            loss_family(run.with_values({"lora": job.source.run.lora})),
-            run.model,
-            open_source(job.source),
-            plan=plan_of(run),
-            comm=comm,
-        )
+        model = _load(job, comm)
         samples = open_validation(run.data, run.model, source=run.eval.source)
         loader = build_data_loader(
             samples, comm, run.batch, seed=run.seed, later=run.model.reads_later_targets
@@ -79,6 +76,32 @@ def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) ->
         report = evaluation()
     if world.rank == 0:
         write(result_text(job, report, samples) + "\n")
+
+
+def _load(job: EvalJob, comm: Comm) -> ParallelModel:
+    """This rank's part of the stored model.
+
+    Raises:
+        PlanError: the layout does not compute it, or not in fp8.
+    """
+    run = job.run
+    try:
+        return load_model(
+            loss_family(run.with_values({"lora": job.source.run.lora})),
+            run.model,
+            open_source(job.source),
+            plan=plan_of(run),
+            comm=comm,
+        )
+    except PlanError as error:
+        raise PlanError(*(_with_own_fix(fault, run) for fault in error.faults)) from None
+
+
+def _with_own_fix(fault: Fault, run: Run) -> Fault:
+    """A fault that a run would avoid by leaving linears out of fp8, with what avoids it here."""
+    if "--precision.fp8_exclude" not in fault.fix:
+        return fault
+    return replace(fault, fix=f"--dtype {run.precision.compute}, or another mesh")
 
 
 def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:

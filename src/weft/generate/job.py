@@ -103,7 +103,7 @@ class GenerationJob(ModelJob):
 
     def notes(self) -> Iterator[str]:
         """Remarks on the job that are no faults."""
-        yield from self.source.notes
+        yield from self.source.plain_notes
         if self.max_positions is None:
             return
         longest = max(len(tokens) for tokens in self.tokens)

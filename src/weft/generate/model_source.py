@@ -48,6 +48,7 @@ class ModelSource:
         dtype: in which it computes where nothing else is asked for.
         end_tokens: tokens that end a text, besides the tokenizer's own.
         notes: remarks on the choice, for the user.
+        plain_notes: these, and what holds where linears compute in the type of compute.
     """
 
     path: Path
@@ -56,6 +57,12 @@ class ModelSource:
     dtype: Dtype
     end_tokens: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+
+    @property
+    def plain_notes(self) -> tuple[str, ...]:
+        if self.run.precision.linears != "fp8":
+            return self.notes
+        return (*self.notes, f"its linears were trained in fp8, and compute in {self.dtype} here")
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that it was trained with.
@@ -171,10 +178,9 @@ def _read_run(path: Path) -> ModelSource:
 
 
 def _source_of(path: Path, run: Run, notes: tuple[str, ...] = ()) -> ModelSource:
-    dtype = run.precision.compute
-    if run.precision.linears == "fp8":
-        notes = (*notes, f"its linears were trained in fp8, and compute in {dtype} here")
-    return ModelSource(path=path, kind="checkpoint", run=run, dtype=dtype, notes=notes)
+    return ModelSource(
+        path=path, kind="checkpoint", run=run, dtype=run.precision.compute, notes=notes
+    )
 
 
 def _read_checkpoint(path: Path) -> ModelSource:

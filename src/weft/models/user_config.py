@@ -31,6 +31,8 @@ class ModelParts(Protocol):
 
     def linears(self, cfg: Any) -> LinearShapes: ...
 
+    def expert_linears(self, cfg: Any) -> LinearShapes: ...
+
     def user_config(self, cfg: Any) -> Any: ...
 
     def input_specs(self, cfg: Any) -> dict[str, InputSpec]: ...
@@ -62,6 +64,9 @@ class UserModelConfig(ModelConfig):
 
     def linears(self) -> LinearShapes:
         return self._built().linears(self)
+
+    def expert_linears(self) -> LinearShapes:
+        return self._built().expert_linears(self)
 
     def input_specs(self) -> dict[str, InputSpec]:
         return self.parts.input_specs(self)

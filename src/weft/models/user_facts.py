@@ -16,7 +16,9 @@ from weft.core.dimension import default_sharding_rule
 from weft.core.model_config import AxisTable, LinearShapes
 from weft.core.shard import Stacked
 from weft.errors import Fault, PlanError, counted
+from weft.models.common.experts import expert_matrices
 from weft.models.common.init import named_parameters
+from weft.models.common.moe import Router
 from weft.models.user_model import KEY
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -31,12 +33,14 @@ class ModelFacts:
         shapes: global name -> shape, tied ones under each name.
         ties: alias -> owner.
         linears: name of a linear -> features out, in.
+        expert_linears: name of a parameter that holds a matrix of each expert -> their features out, in.
         embedding_rows: of the first embedding; 0 without one.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, str]
     linears: LinearShapes
+    expert_linears: LinearShapes
     embedding_rows: int
 
 
@@ -63,18 +67,27 @@ def facts_of(blocks: Mapping[str, nn.Module], ties: Mapping[str, str], *, label:
         owner = owners.setdefault(id(param), name)
         if owner != name:
             all_ties.setdefault(name, owner)
-    return ModelFacts(shapes, all_ties, _linears_of_layers(blocks), _rows_of_embedding(blocks))
+    linears: LinearShapes = {}
+    expert_linears: LinearShapes = {}
+    for name, module in _modules_of_layers(blocks):
+        if type(module) is nn.Linear:
+            linears[name] = (module.out_features, module.in_features)
+        for matrix, sizes in expert_matrices(module).items():
+            expert_linears[f"{name}.{matrix}"] = sizes
+    return ModelFacts(shapes, all_ties, linears, expert_linears, _rows_of_embedding(blocks))
 
 
-def _linears_of_layers(blocks: Mapping[str, nn.Module]) -> LinearShapes:
-    found: LinearShapes = {}
+def _modules_of_layers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside numbered blocks, without those of weft's routers, which use their weights alone."""
     for block_name, block in blocks.items():
         if not is_numbered(block_name):
             continue
+        used_by_routers: set[nn.Module] = set()
         for path, module in block.named_modules():
-            if type(module) is nn.Linear and path:
-                found[f"{block_name}.{path}"] = (module.out_features, module.in_features)
-    return found
+            if isinstance(module, Router):
+                used_by_routers.update(module.children())
+            elif path and module not in used_by_routers:
+                yield f"{block_name}.{path}", module
 
 
 def _rows_of_embedding(blocks: Mapping[str, nn.Module]) -> int:

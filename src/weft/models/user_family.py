@@ -243,6 +243,10 @@ class UserFamily:
         """Linears of the layers, which may get adapters."""
         return dict(self._facts(cfg).linears)
 
+    def expert_linears(self, cfg: Any) -> LinearShapes:
+        """Matrices of the layers' routed experts, where weft multiplies tokens by them."""
+        return dict(self._facts(cfg).expert_linears)
+
     def block_specs(self, cfg: Any, seq_len: int) -> tuple[BlockSpec, ...]:
         """The blocks with FLOPs and output shapes, measured on the meta device."""
         return _specs_of(self, _config_text(cfg), seq_len)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from weft.models.common.experts import PRODUCTS, ExpertLoads
 from weft.models.common.linear_products import PRODUCT, Fp8Product, LinearProduct, product_of
 
 LARGEST = 448.0
@@ -19,11 +20,15 @@ POWERS = tuple(2.0**exponent for exponent in range(-126, 126))
 
 
 def use_plain_fp8(blocks: Mapping[str, nn.Module]) -> None:
-    """Have the linears in fp8 compute by definition: what `Fp8Product` must equal."""
+    """Have the linears and experts in fp8 compute by definition: what `Fp8Product` and
+    `Fp8ExpertProduct` must equal.
+    """
     for block in blocks.values():
         for module in block.modules():
             if isinstance(product_of(module), Fp8Product):
                 vars(module)[PRODUCT] = PlainFp8()
+            products = vars(module).get(PRODUCTS, {})
+            products.update(dict.fromkeys(products, PlainFp8Experts()))
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,18 @@ class PlainFp8(LinearProduct):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _PlainFp8.apply(x, weight)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias
+
+
+class PlainFp8Experts:
+    """A linear in fp8 for each expert, of its own tokens."""
+
+    def __call__(
+        self, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
+    ) -> Tensor:
+        runs = x_NK.split(loads.lengths(len(x_NK)))
+        biases = [None] * len(runs) if bias_EM is None else bias_EM.unbind()
+        product = PlainFp8()
+        return torch.cat([product(*each) for each in zip(runs, weight_EMK, biases, strict=True)])
 
 
 class _PlainFp8(torch.autograd.Function):

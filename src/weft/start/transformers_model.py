@@ -42,6 +42,8 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     model_type = model_type_of(run.model.name)
     _check_context(model_type, values)
     notes = list(_notes(model_type, values, packs_documents=packs))
+    if run.precision.linears == "fp8":
+        notes += _experts_not_in_fp8(run, family.facts(run.model).shapes)
     if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
         run, whole = _with_axes(run)
         notes += whole
@@ -89,6 +91,17 @@ def _check_blocks(run: Run) -> None:
         for rank in range(mesh.size):
             shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=mesh, rank=rank)
             check_borders(name, shard, shape[1], dim=1, double=double)
+
+
+def _experts_not_in_fp8(run: Run, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """The experts that the model multiplies itself, not by transformers' interface."""
+    number, inside = run.model.architecture.get("experts"), run.model.expert_linears()
+    for name, shape in shapes.items():
+        is_stack = len(shape) == 3 and shape[0] == number and min(shape) > 1
+        if is_stack and name not in inside:
+            leaf = name.partition(".")[2]
+            yield f"its routed experts, {leaf} among them, compute in {run.precision.compute}, not in fp8"
+            return
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:

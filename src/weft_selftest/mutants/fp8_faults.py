@@ -1,4 +1,4 @@
-"""Mutants of linears in 8-bit floats: scales of other rows, steps and ranks, other roundings, other operands."""
+"""Mutants of linears and experts in 8-bit floats: scales of other rows, steps and ranks, other roundings, other operands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.model_config import ModelConfig
+from weft.models.common.experts import expert_linear
 from weft.models.common.linear_products import LARGEST_E4M3, PRODUCT
 from weft.parallel.dp import AXIS as DP_AXIS
+from weft.parallel.ep import AXIS as EP_AXIS
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
@@ -20,8 +22,10 @@ from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 FP8 = "--precision.linears fp8"
 DP = MutantLayout("dp2", options=FP8)
 TP = MutantLayout("tp2", options=FP8)
+EP = MutantLayout("ep2", family="qwen3-moe", options=FP8)
 INSIDE_REGIONS = "--precision.fp8_exclude attn.q_a attn.kv_a"
 PRODUCTS = "weft.models.common.linear_products"
+EXPERTS = "weft.models.common.fp8_experts"
 LAYERS = ("layer*",)
 
 
@@ -34,10 +38,10 @@ def of_next_row(scales: Callable[[Tensor], Tensor], largest: Tensor) -> Tensor:
 class PreviousScales:
     """Scales are those of the product before it that had as many rows."""
 
-    scales: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    scales: dict[tuple[int, torch.Size], Tensor] = field(default_factory=dict)
 
     def __call__(self, scales: Callable[[Tensor], Tensor], largest: Tensor) -> Tensor:
-        key = (threading.get_ident(), len(largest))
+        key = (threading.get_ident(), largest.shape)
         now = scales(largest)
         before = self.scales.get(key, now)
         self.scales[key] = now
@@ -69,6 +73,33 @@ def towards_zero(in_e4m3: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def not_rounded(product: Callable[..., Tensor], linear: Any, dy: Tensor, weight: Tensor) -> Tensor:
     """Input gradients are products of the operands."""
     return dy @ weight
+
+
+def of_next_expert(scales: Callable[[Tensor], Tensor], largest: Tensor) -> Tensor:
+    """The rows of an expert's matrix have the scales of the next expert's."""
+    found = scales(largest)
+    return found.roll(-1, 0) if found.dim() == 2 else found
+
+
+def of_all_tokens(scaled: Callable[..., Any], x: Tensor, largest: Any) -> Any:
+    """All tokens of a product have the scale of the largest one."""
+
+    def of_all(magnitudes: Tensor) -> Tensor:
+        found = magnitudes if largest is None else largest(magnitudes)
+        return found.amax().expand_as(found) if found.numel() else found
+
+    return scaled(x, of_all if x.dim() == 2 else largest)
+
+
+def experts_not_rounded(
+    product: Callable[..., Tensor], own: Any, dy: Tensor, weight: Tensor, loads: Any
+) -> Tensor:
+    """Input gradients of experts are products of the operands."""
+    return expert_linear(dy, weight.mT, loads)
+
+
+def each_shares_none(share: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Each rank takes the scales of its own part of an expert's rows."""
 
 
 def none_in_fp8(take: Callable[[nn.Module], Iterator[Any]], block: nn.Module) -> Iterator[Any]:
@@ -131,6 +162,38 @@ MUTANTS = (
         "another reduction over the tensor ranks that share rows",
         TP,
         (FunctionFault("weft.parallel.tensor.region:Region.largest", smallest_part), SATURATED),
+        axes=(TP_AXIS,),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "experts_in_fp8_have_the_scales_of_the_next_expert",
+        "matrices of experts are alike until they have learned",
+        EP,
+        (FunctionFault(f"{PRODUCTS}:scales", of_next_expert), SATURATED),
+        axes=(EP_AXIS, ""),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "tokens_of_experts_in_fp8_have_one_scale",
+        "a scale of the whole tensor depends on the tokens that are computed together",
+        EP,
+        (FunctionFault(f"{EXPERTS}:scaled_rows", of_all_tokens),),
+        axes=(EP_AXIS, ""),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "input_gradients_of_experts_in_fp8_are_not_rounded",
+        "the backward of experts has another recipe than that of linears",
+        EP,
+        (FunctionFault(f"{EXPERTS}:Fp8ExpertProduct.input_gradient", experts_not_rounded),),
+        axes=(EP_AXIS, ""),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "tensor_ranks_scale_their_parts_of_the_rows_of_experts",
+        "rows of an expert that ranks share have a scale on each of them",
+        MutantLayout("tp2", family="qwen3-moe", options=FP8),
+        (FunctionFault("weft.parallel.tensor.transform:share_expert_rows", each_shares_none),),
         axes=(TP_AXIS,),
         blocks=LAYERS,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from weft.config.alert_keys import IN_VARIABLE, URL, VARIABLE
-from weft.config.fp8 import fp8_linears
+from weft.config.fp8 import fp8_linears, fp8_shapes
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.lora import DEFAULT_RANK, adapted_linears, matches
 from weft.config.profiled_steps import KEY as PROFILE
@@ -199,7 +199,7 @@ def fp8_names_exist(precision: PrecisionConfig, model: ModelConfig) -> Iterable[
             what = "names linears, and precision.linears is default"
             yield Fault("precision.fp8_exclude", what, fix="--precision.linears fp8")
         return
-    linears = model.linears()
+    linears = fp8_shapes(model)
     if not linears:
         what = f"{model.family} has no attention or feed-forward linears that fp8 is for"
         fix = "--precision.linears default"

@@ -22,11 +22,19 @@ from weft.core.expert_choice import (
     ExpertCall,
     ExpertDevice,
     ExpertKernelChoice,
+    ExpertKernelName,
     choose_expert_kernel,
 )
 
 DISPATCH = "weft_dispatch"
 """Child of a module that holds experts and sends tokens to them itself."""
+MATRICES = "weft_matrices"
+"""Attribute of such a module: names of its parameters that hold a matrix of each expert."""
+PRODUCTS = "weft_products"
+"""Attribute of modules whose experts compute other products: name of such a parameter -> its product."""
+
+ExpertProduct = Callable[..., Tensor]
+"""Called as `expert_linear`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Experts(nn.Module):
     work unchanged.
     """
 
+    weft_matrices = ("gate", "up", "down")
+
     def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
         super().__init__()
         inward = (num_experts, ffn, dim)
@@ -94,41 +104,108 @@ class Experts(nn.Module):
 
         Every expert gets a gradient, zeros if it saw no token.
         """
-        activated = F.silu(expert_linear(x_ND, self.gate, loads))
-        hidden = activated * expert_linear(x_ND, self.up, loads)
-        return expert_linear(hidden, self.down, loads)
+        gate, up, down = (expert_product(self, name) for name in self.weft_matrices)
+        activated = F.silu(gate(x_ND, self.gate, loads))
+        hidden = activated * up(x_ND, self.up, loads)
+        return down(hidden, self.down, loads)
+
+
+def expert_product(experts: nn.Module, name: str) -> ExpertProduct:
+    """The product of tokens with the matrices that a parameter of these experts holds."""
+    product: ExpertProduct = vars(experts).get(PRODUCTS, {}).get(name, expert_linear)
+    return product
+
+
+def expert_matrices(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Features out and in of the experts' matrices, by the name of the parameter that holds them; empty
+    for a module whose experts do not call `expert_product`.
+    """
+    if DISPATCH not in module._modules and type(module).forward is not Experts.forward:
+        return {}
+    found = {}
+    for name in getattr(module, MATRICES, ()):
+        _, out_features, in_features = as_matrices(module, name).shape
+        found[name] = (out_features, in_features)
+    return found
+
+
+def as_matrices(experts: nn.Module, name: str) -> Tensor:
+    """A parameter of experts as weight_EMK; some modules of transformers hold weight_EKM."""
+    weight: Tensor = getattr(experts, name)
+    return weight.mT if getattr(experts, "is_transposed", False) else weight
 
 
 def expert_linear(
     x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
 ) -> Tensor:
     """`F.linear` with the weight and the bias of each token's expert -> y_NM, in the same order."""
-    choice = _choose_kernel(x_NK, weight_EMK, loads)
-    if choice.kernel == "loop":
+    kernel = _kernel_of(x_NK, weight_EMK, loads)
+    if kernel == "loop":
         return _loop(x_NK, weight_EMK, loads, bias_EM)
     y_NM = F.grouped_mm(x_NK, weight_EMK.mT, offs=loads.ends)
     return y_NM if bias_EM is None else y_NM + _bias_of_tokens(x_NK, bias_EM, loads)
 
 
-def _choose_kernel(x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads) -> ExpertKernelChoice:
-    """Of these operands; of the planned device where they have no values."""
+def expert_bias(x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, bias_EM: Tensor) -> Tensor:
+    """The bias of each token's expert."""
+    if _kernel_of(x_NK, weight_EMK, loads) == "grouped":
+        return _bias_of_tokens(x_NK, bias_EM, loads)
+    lengths = loads.lengths(len(x_NK))
+    biases = zip(bias_EM.unbind(), lengths, strict=True)
+    return torch.cat([bias.expand(length, -1) for bias, length in biases])
+
+
+def expert_weight_gradient(
+    dy_NM: Tensor, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads
+) -> Tensor:
+    """dy^T x of each expert's tokens, in the type of the operands and the layout of the weight."""
+    if weight_EMK.mT.is_contiguous() and not weight_EMK.is_contiguous():
+        return expert_weight_gradient(x_NK, dy_NM, weight_EMK.mT, loads).mT
+    dy_NM = dy_NM.contiguous()
+    if _kernel_of(x_NK, weight_EMK, loads) == "grouped":
+        return F.grouped_mm(dy_NM.mT, x_NK, offs=loads.ends)
+    lengths = loads.lengths(len(x_NK))
+    runs = zip(dy_NM.split(lengths), x_NK.split(lengths), strict=True)
+    return torch.stack([dy_run.t() @ x_run for dy_run, x_run in runs])
+
+
+def _kernel_of(x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads) -> ExpertKernelName:
+    """The kernel of a product in the type of these operands."""
+    return chosen_kernel(
+        x_NK,
+        weight_EMK,
+        loads,
+        dtype=str(x_NK.dtype).removeprefix("torch."),
+        is_aligned=_is_aligned(x_NK) and (_is_aligned(weight_EMK) or _is_aligned(weight_EMK.mT)),
+    )
+
+
+def chosen_kernel(
+    x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, dtype: str, is_aligned: bool
+) -> ExpertKernelName:
+    """The kernel for operands of these shapes, on their device; of the planned device where they have
+    no values.
+
+    Args:
+        dtype, is_aligned: of the operands of the kernel, see `ExpertCall`.
+    """
     planned = loads.planned
     device = _device_of(x_NK) if planned is None else planned.device
     if device is None:
-        return ExpertKernelChoice("loop", "shapes alone")
+        return "loop"  # shapes alone
     num_experts, columns, inner = weight_EMK.shape
     call = ExpertCall(
-        str(x_NK.dtype).removeprefix("torch."),
+        dtype,
         rows=len(x_NK),
         inner=inner,
         columns=columns,
         num_experts=num_experts,
-        is_aligned=_is_aligned(x_NK) and (_is_aligned(weight_EMK) or _is_aligned(weight_EMK.mT)),
+        is_aligned=is_aligned,
     )
     choice = choose_expert_kernel(call, device)
     if planned is not None:
         planned.on_choice(choice)
-    return choice
+    return choice.kernel
 
 
 def _device_of(x: Tensor) -> ExpertDevice | None:

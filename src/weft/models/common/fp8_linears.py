@@ -11,13 +11,14 @@ from torch import nn
 
 from weft.errors import Fault, PlanError
 from weft.models import Family, builders_of
+from weft.models.common.fp8_experts import use_fp8_experts
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.linear_products import use_fp8
 
 
 @dataclass(frozen=True)
 class Fp8Family:
-    """A family whose linears of these global names compute in fp8."""
+    """A family whose linears, and matrices of experts, of these global names compute in fp8."""
 
     plain: Family
     linears: tuple[str, ...]
@@ -58,12 +59,17 @@ def _build(name: str, build: Builder, paths: Collection[str]) -> nn.Module:
 
 
 def _change(name: str, block: nn.Module, paths: Collection[str]) -> None:
-    """Have the linears at these paths of a block compute in fp8.
+    """Have the linears, and the matrices of experts, at these paths of a block compute in fp8.
 
     Raises:
         PlanError: one is no plain linear, whose own forward fp8 would replace.
     """
     for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        holder = block.get_submodule(parent)
+        if leaf in holder._parameters:
+            use_fp8_experts(holder, leaf)
+            continue
         linear = block.get_submodule(path)
         if type(linear) is not nn.Linear or "forward" in vars(linear):
             what = f"{name}.{path} is a {type(linear).__name__} with a forward of its own"

@@ -21,6 +21,9 @@ Note [Products in fp8]
     Devices without these products (`has_fp8_kernel`) compute the same products of the rounded rows in
     float32.
 
+    Routed experts have the same three products, each token with the matrix of its expert, whose rows
+    have scales of their own (fp8_experts.py).
+
     Operands in float64, as a proof has them, are rounded from float64, and products summed in it. Then
     two orders of summation round alike, unless an entry is halfway between two numbers of e4m3 to 15
     digits. Sums of products in fp8 have few digits, and so they are exactly halfway now and then: the
@@ -33,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -154,14 +157,14 @@ class _Fp8Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = None
         d_weight = None
-        if _is_asked_for(ctx, 0):
+        if is_asked_for(ctx, 0):
             dx = ctx.product.input_gradient(dy, weight)
-        if _is_asked_for(ctx, 1):
+        if is_asked_for(ctx, 1):
             d_weight = rows(dy).t() @ rows(x)
         return dx, d_weight, None
 
 
-def _is_asked_for(ctx: Any, index: int) -> bool:
+def is_asked_for(ctx: Any, index: int) -> bool:
     """Whether this backward needs the gradient of an input. The two parts of a split backward ask for
     one each, and autograd's own nodes then compute one, but `needs_input_grad` is that of the forward.
     """
@@ -190,45 +193,74 @@ def _like_rows(x: Tensor, matrix: Tensor) -> Tensor:
     return unviewed
 
 
+class ScaledRows(NamedTuple):
+    """Rows, each multiplied by the largest power of two that keeps it within the range of e4m3.
+
+    Attributes:
+        values: [..., K], not rounded yet.
+        scale: [..., 1], by which they were multiplied; of float32 at least.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
 def product_of_rows(a_NK: Tensor, b_MK: Tensor, largest: Largest | None) -> Tensor:
     """a b^T of rows in fp8, in the type of a.
 
     Args:
         largest: where ranks share K: reduces the largest magnitudes of rows over them.
     """
-    dtype = a_NK.dtype
+    return product_of_scaled(scaled_rows(a_NK, largest), scaled_rows(b_MK, largest), a_NK.dtype)
+
+
+def scaled_rows(x: Tensor, largest: Largest | None) -> ScaledRows:
+    """The rows x[..., K] with their scales.
+
+    Args:
+        largest: see `product_of_rows`.
+    """
+    dtype = x.dtype
     wide = torch.promote_types(dtype, torch.float32)
     if dtype == torch.float64:
-        a_NK, b_MK = a_NK * OFF_HALFWAY, b_MK * OFF_HALFWAY
+        x = x * OFF_HALFWAY
     elif dtype == torch.float16:  # scales are beyond its range
-        a_NK, b_MK = a_NK.to(wide), b_MK.to(wide)
-    largest_N, largest_M = _largest_of_rows(a_NK), _largest_of_rows(b_MK)
+        x = x.to(wide)
+    magnitudes = _largest_of_rows(x)
     if largest is not None:
-        largest_N, largest_M = largest(largest_N), largest(largest_M)
-    scale_N1 = scales(largest_N.to(wide)).unsqueeze(1)
-    scale_M1 = scales(largest_M.to(wide)).unsqueeze(1)
-    a_scaled = a_NK * scale_N1.to(a_NK.dtype)
-    b_scaled = b_MK * scale_M1.to(b_MK.dtype)
-    if has_fp8_kernel(a_NK, columns=len(b_MK)):
-        # rows one after the other, as the kernels take them: columns of a weight are not; sums in
-        # float32, as below, since fast accumulation would keep fewer digits of them
+        magnitudes = largest(magnitudes)
+    scale = scales(magnitudes.to(wide)).unsqueeze(-1)
+    return ScaledRows(x * scale.to(x.dtype), scale)
+
+
+def product_of_scaled(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
+    """a_NK b_MK^T of rows that are rounded to e4m3 -> [N, M] of this type."""
+    scale_N1, scale_M1 = a.scale, b.scale
+    if has_fp8_kernel(a.values, columns=len(b.values)):
+        # sums in float32, as below, since fast accumulation would keep fewer digits of them
         return torch._scaled_mm(
-            a_scaled.to(E4M3, memory_format=torch.contiguous_format),
-            b_scaled.to(E4M3, memory_format=torch.contiguous_format).t(),
+            for_kernels(a.values),
+            for_kernels(b.values).t(),
             scale_a=1 / scale_N1,
             scale_b=(1 / scale_M1).t(),
             out_dtype=dtype,
             use_fast_accum=False,
         )
-    product_NM = in_e4m3(a_scaled).to(wide) @ in_e4m3(b_scaled).to(wide).t()
+    wide = scale_N1.dtype
+    product_NM = in_e4m3(a.values).to(wide) @ in_e4m3(b.values).to(wide).t()
     product_NM /= scale_N1
     product_NM /= scale_M1.t()
     return product_NM.to(dtype)
 
 
+def for_kernels(values: Tensor) -> Tensor:
+    """Scaled rows in e4m3, one after the other, as kernels take them: columns of a weight are not."""
+    return values.to(E4M3, memory_format=torch.contiguous_format)
+
+
 def _largest_of_rows(x: Tensor) -> Tensor:
     """The largest magnitude of each row: x is read twice, and no |x| written."""
-    return torch.maximum(x.amax(1), -x.amin(1))
+    return torch.maximum(x.amax(-1), -x.amin(-1))
 
 
 def scales(largest: Tensor) -> Tensor:

@@ -198,6 +198,10 @@ class Config(ModelConfig):
             )
         return found
 
+    def expert_linears(self) -> LinearShapes:
+        own = gated_linears(self.dim, self.expert_ffn, inside="mlp.experts")
+        return in_layers(own, range(self.first_k_dense, self.layers))
+
     def _attention_linears(self) -> LinearShapes:
         q_width = self.heads * self.qk_head_dim
         kv_width = self.heads * (self.qk_nope_head_dim + self.v_head_dim)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model_config import AxisTable, Draw
+from weft.core.model_config import AxisTable, Draw, LinearShapes, gated_linears, in_layers
 from weft.models.common.decoder_config import (
     DECODER_AXES,
     INIT_STD,
@@ -46,6 +46,10 @@ class Config(DecoderConfig):
 
     def feed_forward_axes(self) -> dict[str, int]:
         return {"ffn": self.expert_ffn, "experts": self.experts}
+
+    def expert_linears(self) -> LinearShapes:
+        own = gated_linears(self.dim, self.expert_ffn, inside="mlp.experts")
+        return in_layers(own, range(self.layers))
 
     def feed_forward_weights(self) -> int:
         router = self.dim * self.experts

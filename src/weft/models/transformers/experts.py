@@ -6,14 +6,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.models.common.experts import DISPATCH, Dispatch, ExpertLoads, expert_linear
+from weft.models.common.experts import (
+    DISPATCH,
+    MATRICES,
+    Dispatch,
+    ExpertLoads,
+    as_matrices,
+    expert_product,
+)
 
 
 def set_dispatch(lm: nn.Module) -> None:
-    """Give each module of experts that calls the interface its `Dispatch`, which ep replaces."""
+    """Give each module of experts that calls the interface its `Dispatch`, which ep replaces, and the
+    names of its matrices.
+    """
     for module in lm.modules():
         if is_experts(module):
             setattr(module, DISPATCH, Dispatch(int(module.num_experts)))  # type: ignore[arg-type]
+            setattr(module, MATRICES, (_first_matrix(module), "down_proj"))
+
+
+def _first_matrix(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -48,7 +62,7 @@ class ExpertsOfRank:
     def __call__(self, x_ND: Tensor, loads: ExpertLoads) -> Tensor:
         """Tokens in the order of their experts -> the same order."""
         experts = self._experts
-        h = self._linear("gate_up_proj" if experts.has_gate else "up_proj", x_ND, loads)
+        h = self._linear(_first_matrix(experts), x_ND, loads)
         h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
         h = self._linear("down_proj", h, loads)
         has_norm = getattr(experts, "has_post_expert_norm", False)  # older releases have none
@@ -56,7 +70,6 @@ class ExpertsOfRank:
 
     def _linear(self, name: str, x_NK: Tensor, loads: ExpertLoads) -> Tensor:
         experts = self._experts
-        weight = getattr(experts, name)
         bias_EM = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        weight_EMK = weight.mT if experts.is_transposed else weight
-        return expert_linear(x_NK, weight_EMK, loads, bias_EM=bias_EM)
+        product = expert_product(experts, name)
+        return product(x_NK, as_matrices(experts, name), loads, bias_EM=bias_EM)

@@ -46,12 +46,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.errors import Fault, PlanError
+from weft.models.common.fp8_experts import fp8_expert_linear
 from weft.models.common.linear_products import fp8_linear
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
-        F.linear, fp8_linear, F.bilinear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
+        F.linear, fp8_linear, fp8_expert_linear, F.bilinear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
         torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm,
         torch.einsum, torch.tensordot, torch._grouped_mm,
         F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,

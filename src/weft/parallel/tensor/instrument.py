@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
+from weft.models.common.experts import PRODUCTS
 from weft.models.common.init import path_below
 from weft.models.common.layers import Loss, RegionInput
 from weft.models.common.linear_products import PRODUCT, Fp8Product
@@ -90,9 +91,11 @@ def instrument(
     for path, module in block.named_modules():
         locator = _locator(path_below(name, path), trace)
         module.register_forward_pre_hook(locator)
-    for path, linear in _take_fp8(block):
-        if path not in (*kinds.columns, *kinds.rows, *kinds.inner_rows):
-            linear.register_forward_pre_hook(_whole_rows(trace))
+    sharded_experts = (experts.path for experts in kinds.experts)
+    sharded = {*kinds.columns, *kinds.rows, *kinds.inner_rows, *sharded_experts}
+    for path, module in _take_fp8(block):
+        if path not in sharded:
+            module.register_forward_pre_hook(_whole_rows(trace))
             if kinds.is_in_region(path):
                 raise PlanError(_partial_rows_fault(path_below(name, path)))
     for path in kinds.columns:
@@ -109,14 +112,16 @@ def instrument(
 
 
 def _take_fp8(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linears in fp8 with their paths; from now on they are traced as plain ones."""
+    """The linears and experts in fp8 with their paths; from now on they are traced as plain ones."""
     for path, module in block.named_modules():
-        if isinstance(vars(module).pop(PRODUCT, None), Fp8Product):
+        is_linear = isinstance(vars(module).pop(PRODUCT, None), Fp8Product)
+        has_experts = vars(module).pop(PRODUCTS, {})
+        if is_linear or has_experts:
             yield path, module
 
 
 def _whole_rows(trace: ShardingTrace) -> PreHook:
-    """A hook for a whole linear in fp8: the gradient of its output must be whole, since a sum of rounded
+    """A hook for a whole linear, or whole experts, in fp8: the gradient of its output must be whole, since a sum of rounded
     parts is not the rounded sum.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import drop_batch
 from weft.models.common.embedding_noise import NoisyEmbedding
+from weft.models.common.experts import expert_matrices
 from weft.models.common.init import path_below
 from weft.models.common.layers import RegionOutput
 from weft.models.common.linear_products import Fp8Linear
@@ -29,6 +31,14 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of a module that hold hooks which its calls run."""
 
 
+class ShardedExperts(NamedTuple):
+    """A parameter that holds matrices of routed experts: path of its module, its name, its sharded dim."""
+
+    path: str
+    name: str
+    dim: int
+
+
 @dataclass(frozen=True)
 class ShardedModules:
     """Paths of the sharded modules below one block, by kind.
@@ -39,6 +49,7 @@ class ShardedModules:
         inner_rows: those of them inside declared regions: each rank has a part of the results.
         embeddings: embeddings whose vocabulary is sharded.
         regions: modules that declare both ends of a region.
+        experts: parameters that hold matrices of routed experts, with their dim that is sharded.
     """
 
     columns: tuple[str, ...]
@@ -46,6 +57,7 @@ class ShardedModules:
     inner_rows: tuple[str, ...]
     embeddings: tuple[str, ...]
     regions: tuple[str, ...]
+    experts: tuple[ShardedExperts, ...]
 
     def is_in_region(self, path: str) -> bool:
         """Whether the module at `path` is inside a declared region."""
@@ -78,6 +90,7 @@ def find_sharded_modules(
         inner_rows=tuple(inner_rows),
         embeddings=tuple(search.embeddings),
         regions=tuple(search.regions),
+        experts=tuple(search.experts),
     )
 
 
@@ -91,6 +104,7 @@ class _ModuleSearch:
     rows: list[str] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
     regions: list[str] = field(default_factory=list)
+    experts: list[ShardedExperts] = field(default_factory=list)
 
     def visit(self, path: str, module: nn.Module, *, name: str) -> None:
         """Note one module below the block; `name` is its global name."""
@@ -99,6 +113,8 @@ class _ModuleSearch:
             self._visit_linear(path, module, key=f"{name}.weight")
         elif isinstance(module, nn.Embedding):
             self._visit_embedding(path, module, key=f"{name}.weight")
+        elif expert_matrices(module):
+            self._visit_experts(path, module, name=name)
         elif _declares_region(module) and self._holds_sharded(module, name):
             self.regions.append(path)
 
@@ -128,6 +144,12 @@ class _ModuleSearch:
         if has_sharded_rows:  # one whose features are sharded computes on its part as it is
             _check_class(module, EMBEDDINGS, key)
             self.embeddings.append(path)
+
+    def _visit_experts(self, path: str, module: nn.Module, *, name: str) -> None:
+        for matrix in expert_matrices(module):
+            for dim, axis in enumerate(logical_axes(f"{name}.{matrix}", self.axes)):
+                if sharded_over(axis, self.rule) == AXIS:
+                    self.experts.append(ShardedExperts(path, matrix, dim))
 
     def _holds_sharded(self, module: nn.Module, name: str) -> bool:
         for path, _ in module.named_parameters():

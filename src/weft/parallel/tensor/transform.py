@@ -18,6 +18,7 @@ from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.attention import Attend, OwnHeads
+from weft.models.common.fp8_experts import share_expert_rows
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.linear_products import share_rows
@@ -300,6 +301,8 @@ def _make_parallel(
         block = replace_module(block, linear, row)
     for path in modules.inner_rows:
         share_rows(block.get_submodule(path), largest_in=region.largest)
+    for path, matrix, dim in modules.experts:
+        share_expert_rows(block.get_submodule(path), matrix, region.largest, dim=dim)
     for path in modules.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"

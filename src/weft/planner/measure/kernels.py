@@ -89,7 +89,7 @@ def kernel_of(
         flops = ATTENTION_FLOPS[packet](args)
         sizes = _attention_sizes(packet, args)
         return KernelLaunch("attention", dtype, flops, num_bytes, sizes)
-    if packet is aten._scaled_mm:
+    if packet in (aten._scaled_mm, aten._scaled_grouped_mm):
         dtype = str(args[0].dtype).removeprefix("torch.")
     if packet in GEMM_SIZES:
         batch, rows, columns, inner = GEMM_SIZES[packet](args)
@@ -165,6 +165,7 @@ GEMM_SIZES: dict[Any, Callable[[Sequence[Any]], GemmSizes]] = {
     aten.baddbmm: _baddbmm,
     aten._grouped_mm: _grouped_mm,
     aten._scaled_mm: _mm,
+    aten._scaled_grouped_mm: _grouped_mm,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.config.fp8 import fp8_linears
+from weft.config.fp8 import fp8_linears, fp8_shapes
 from weft.config.hardware import hardware_of_cuda
 from weft.config.run import Run, plan_of
 from weft.core.model_config import logical_axes
@@ -42,11 +42,14 @@ def faults_on_gpus(run: Run, names: Sequence[str]) -> Iterator[Fault]:
         fix = "--precision.compute bfloat16"
         got = run.precision.compute
         yield Fault("precision.compute", what, got=got, need="bfloat16", fix=fix)
-    shapes = run.model.linears()
+    shapes, experts = fp8_shapes(run.model), run.model.expert_linears()
     axes = FAMILIES[run.model.name].axes(run.model)
     plan = plan_of(run)
     for name in fp8_linears(run.precision, run.model):
-        logical = logical_axes(f"{name}.weight", axes)
+        if name in experts:
+            _, *logical = logical_axes(name, axes)
+        else:
+            logical = [*logical_axes(f"{name}.weight", axes)]
         sizes = []
         for axis, size in zip(logical, shapes[name], strict=True):
             sharded = sharded_over(axis, plan.sharding_rule)
