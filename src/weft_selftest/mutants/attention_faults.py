@@ -117,7 +117,22 @@ def first_row(whole: Callable[..., Tensor | None], batch: Any) -> Tensor | None:
     return None if found is None else found[:1].expand_as(found)
 
 
+def heads_of_first_rank(numbers: Callable[..., list[int]], own: Any, num_shared: int) -> list[int]:
+    """Every rank reads the shared heads that the queries of the first rank read."""
+    return numbers(replace(own, first=0), num_shared)
+
+
 MUTANTS = (
+    Mutant(
+        "ranks_read_the_shared_heads_of_the_first_rank",
+        "keys and values are whole where tp does not divide their heads",
+        MutantLayout(
+            "tp8", family="qwen3-moe", options="--model.heads 8 --model.kv_heads 4 --model.dim 32"
+        ),
+        (FunctionFault("weft.models.common.attention:OwnHeads.numbers", heads_of_first_rank),),
+        axes=("tp",),
+        blocks=FIRST_LAYERS,
+    ),
     Mutant(
         "heads_are_dealt_in_turn_on_the_way_to_whole_sequences",
         "a rank's results are taken for those of other heads",
