@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from tests.matrix.layouts import Case, check
+from weft.config.load import load
+from weft.config.run import plan_of
 from weft.core.mesh import Mesh
 from weft.core.shard import Stacked, shard_of
 from weft.errors import PlanError
+from weft.layout.explain import explain
 from weft.layout.plan import sharding_rule_of
+from weft.models import FAMILIES
 from weft.models.common.attention import OwnHeads
 
 
@@ -64,3 +68,10 @@ def test_a_fused_projection_whose_shared_part_is_whole_is_one_line() -> None:
     qkv = Stacked(("heads", 8), ("kv_heads", 2), ("kv_heads", 2))
     with pytest.raises(PlanError, match="kv_heads is whole on this mesh"):
         shard_of("qkv", (96, 8), (qkv, "dim"), rule=rule, mesh=mesh, rank=0)
+
+
+@pytest.mark.parametrize(("mesh", "is_said"), [("dp2 tp4", True), ("dp4 tp2", False)])
+def test_the_layout_says_which_heads_are_whole(mesh: str, is_said: bool) -> None:
+    plan = plan_of(load(["--mesh", mesh], FAMILIES))
+    line = "  kv_heads: whole on every rank, as tp4 does not divide them"
+    assert (line in explain(plan).splitlines()) == is_said

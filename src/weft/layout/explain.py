@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis
@@ -33,6 +33,7 @@ def explain(plan: Plan, *, kind: InputKind = "tokens") -> str:
         kind: what the model reads.
     """
     lines = plan.mesh.overview().splitlines()
+    lines.extend(_whole_lines(plan))
     lines.extend(_batch_lines(plan, kind))
     lines.extend(_stage_lines(plan))
     lines.extend(_recompute_lines(plan))
@@ -47,6 +48,15 @@ def _wrapped(line: str) -> list[str]:
     num_spaces = len(line) - len(line.lstrip())
     indent = " " * (num_spaces + 2)
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _whole_lines(plan: Plan) -> Iterator[str]:
+    """The logical axes that every rank holds whole, as the mesh does not divide them."""
+    sharded = dict(plan.rule)
+    for axis, degree in plan.mesh.axes:
+        for logical in dimensions()[axis].whole_if_uneven:
+            if degree > 1 and logical not in sharded:
+                yield f"  {logical}: whole on every rank, as {axis}{degree} does not divide them"
 
 
 def _batch_lines(plan: Plan, kind: InputKind) -> list[str]:
