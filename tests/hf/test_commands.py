@@ -23,6 +23,7 @@ from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.hf.folder import HfFolder
 from weft.models import FAMILIES
+from weft.start.checked_run import load_checked_run
 from weft.start.preflight import training_notes
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
@@ -420,3 +421,14 @@ def test_wrong_keys_are_named_before_their_model_is_imported_or_built(tmp_path):
         *wrong.values(),
         *(f"torch transformers {key}" for key in of_model.values()),
     ]
+
+
+def test_queries_are_sharded_beside_heads_of_keys_that_ranks_share():
+    run = load_checked_run(
+        ["--model.name", "hf:qwen2", "--mesh", "cp2 tp4", "--data.seq_len", "16"]
+    )
+    assert run.model.architecture["kv_heads"] == 2
+    axes = json.loads(run.model.architecture["axes"])
+    assert axes["layer*.layer.self_attn.q_proj.weight"] == ["heads", None]
+    assert axes["layer*.layer.self_attn.o_proj.weight"] == [None, "heads"]
+    assert not any("k_proj" in name or "v_proj" in name for name in axes)

@@ -269,15 +269,16 @@ def propose(
     table: Table = {name: _first_row(name, shape, known) for name, shape in shapes.items()}
     undecided: dict[str, str] = {}
     for label, forms in _candidates(uses, shapes):
-        error = ""
+        errors: list[str] = []
         for form in forms:
             changed = {**table, **form}
             error = _rejection(family, with_table(config, changed), plan, changed)
             if not error:
                 table = changed
                 break
-        if error:
-            undecided[label] = error
+            errors.append(error)
+        else:
+            undecided[label] = errors[0]
     loose = [name for name in shapes if name not in family.facts(config).ties]
     return Proposal(table=_with_patterns(table, loose, all_names=list(shapes)), undecided=undecided)
 

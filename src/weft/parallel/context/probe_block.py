@@ -35,8 +35,10 @@ class _OwnValues:
     ) -> Tensor:
         if spec.mask.documents:
             self._attended.append(batch)
-        group_size = q_BSHK.shape[2] // v_BSGW.shape[2]
         scaled_BSGW = v_BSGW * _scale_of(k_BSGK)
+        group_size, rest = divmod(q_BSHK.shape[2], v_BSGW.shape[2])
+        if rest:  # a rank's heads of queries beside all heads of keys, of which it will read some
+            scaled_BSGW, group_size = scaled_BSGW.mean(2, keepdim=True), q_BSHK.shape[2]
         values_BSHW = scaled_BSGW.repeat_interleave(group_size, dim=2)
         return values_BSHW * _scale_of(q_BSHK)
 
