@@ -43,7 +43,10 @@ class MappedFiles:
             return torch.empty(box.shape, dtype=dtype)
         count = (entry.stop - entry.start) // dtype.itemsize
         flat = torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start)
-        return flat.view(entry.shape)[box.slices]
+        if entry.swapped is None:
+            return flat.view(entry.shape)[box.slices]
+        in_file = entry.transposed(*entry.swapped).shape
+        return flat.view(in_file).transpose(*entry.swapped)[box.slices]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -36,13 +36,24 @@ MAX_DIMS = 16
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: type as safetensors names it, and its bytes `start` to `stop` of the file."""
+    """One tensor: type as safetensors names it, and its bytes `start` to `stop` of the file.
+
+    Attributes:
+        swapped: two dims that lie in the other order in the file.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    swapped: tuple[int, int] | None = None
+
+    def transposed(self, first: int, second: int) -> TensorEntry:
+        """The tensor with two dims swapped, read from the same bytes."""
+        shape = list(self.shape)
+        shape[first], shape[second] = shape[second], shape[first]
+        return replace(self, shape=tuple(shape), swapped=(first, second))
 
 
 def list_tensors(folder: Path) -> dict[str, TensorEntry]:
