@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.config.hf.mapping import SCORE
-from weft.config.hf.safetensors_files import DTYPES, TensorEntry
+from weft.config.hf.safetensors_files import STORED_DTYPES, TensorEntry
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
@@ -175,7 +175,7 @@ class HfFolder:
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
     """torch's type of a stored tensor."""
-    name, _ = DTYPES[entry.dtype]
+    name, _ = STORED_DTYPES[entry.dtype]
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -102,7 +102,7 @@ def _named(config_text: str, listed: tuple[tuple[str, tuple[int, ...]], ...]) ->
     whole_config, text = whole_config_of(config), text_config_of(config)
     placed = placed_text(whole_config, text)
     at = placed.at
-    loading, own_loading = _Renaming(placed.whole), _Renaming(placed.decoder)
+    loading, own_loading = Renaming(placed.whole), Renaming(placed.decoder)
     names: dict[str, str] = {}
     combined: dict[str, str] = {}
     swapped: dict[str, tuple[int, int]] = {}
@@ -129,7 +129,7 @@ def _named(config_text: str, listed: tuple[tuple[str, tuple[int, ...]], ...]) ->
     return _Named(names, found, swapped, frozenset(changed), note)
 
 
-class _Renaming:
+class Renaming:
     """How transformers names the tensors of a folder as it loads them.
 
     Args:
