@@ -26,6 +26,8 @@ from weft.hf.gguf_tokenizer import (
 gguf = pytest.importorskip("gguf", reason="GGUF files are written by the package gguf (extra)")
 
 LLAMA3 = "llama3 factor=8 original=64"
+MODELS = {name: CONFIGS[name] for name in ("gpt2", "llama3", "llama3 tied", "qwen3", "qwen3-moe")}
+MODELS["gemma3"] = CONFIGS["gemma3"].model_copy(update={"query_pre_attn_scalar": 12})
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
@@ -57,12 +59,12 @@ def values(file: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3 tied", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_the_model_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     pytest.importorskip("transformers")
-    run = imported(CONFIGS[name].model_copy(update={"vocab": 256}), tmp_path)
+    run = imported(MODELS[name].model_copy(update={"vocab": 256}), tmp_path)
     for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
         assert main(["export", run, str(out), "--format", "gguf", "--dtype", dtype]) == 0
@@ -224,6 +226,17 @@ YARN = {
     "attention_factor": 1.1386294361119891,  # 0.1 ln 4 + 1
     "truncate": True,
 }
+GEMMA = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "hidden_size": 1152,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 32_768,
+}
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -274,9 +287,46 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_rejected(
     assert (fault.key, fault.got) == (key, got)
 
 
+@pytest.mark.parametrize(
+    ("changes", "key", "got"),
+    [
+        ({"query_pre_attn_scalar": 168}, "model.query_pre_attn_scalar", "168"),
+        ({"num_hidden_layers": 62}, "model.query_pre_attn_scalar", "256"),
+        ({"rope_scaling": YARN}, "model.rope_scaling", "yarn"),
+    ],
+)
+def test_scores_and_scalings_of_gemma_are_those_of_llama_cpp(
+    changes: dict[str, Any], key: str, got: str
+) -> None:
+    """Which takes the root of a head's size, but of another number in the model of 27B."""
+    for known in ({}, {"rope_scaling": LINEAR}):
+        assert not list(model_faults({**GEMMA, **known}))
+    large = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32}
+    assert not list(model_faults({**GEMMA, **large, "query_pre_attn_scalar": 168}))
+    (fault,) = model_faults({**GEMMA, **changes})
+    assert (fault.key, fault.got) == (key, got)
+
+
+def test_norms_of_gemma_multiply_by_what_the_file_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And layers without a window are as far apart as in the model."""
+    cfg = MODELS["gemma3"].model_copy(update={"vocab": 256, "global_every": 2})
+    assert main(["export", imported(cfg, tmp_path), str(tmp_path / "out"), "--format", "gguf"]) == 0
+    assert "sliding_window_pattern: read by llama.cpp since 2026" in capsys.readouterr().out
+    file = tmp_path / "out" / "model.gguf"
+    folder = HfFolder(tmp_path / "hf", config_of(tmp_path / "hf"))
+    name = "layer0.attn_norm.weight"
+    ours = folder.read(name, Box.whole(folder.shapes[name])).numpy()
+    assert np.array_equal(values(file)["blk.0.attn_norm.weight"], ours + 1)
+    assert fields(file)["gemma3.attention.sliding_window_pattern"] == 2
+
+
 def test_a_window_is_the_context_of_the_file() -> None:
+    """But of Gemma's, which llama.cpp computes."""
     assert context_length(LLAMA) == 8192
     assert context_length({**LLAMA, "sliding_window": 4096}) == 4096
+    assert context_length(GEMMA) == 32_768
 
 
 @pytest.mark.parametrize(
