@@ -17,6 +17,8 @@ from weft.core.model_config import ModelConfig
 from weft.hf.folder import HfFolder
 from weft.hf.gguf_model import context_length, model_faults, rope_divisors
 from weft.hf.gguf_tokenizer import (
+    BYTE_PIECES,
+    SPACE,
     byte_characters,
     bytes_vocabulary,
     tokenizer_faults,
@@ -31,6 +33,17 @@ MODELS["gemma3"] = CONFIGS["gemma3"].model_copy(update={"query_pre_attn_scalar":
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+ADDED = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+GEMMA_FRAME = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+}
+MERGES_APART = [[SPACE, "ab"], ["a", "b"], [SPACE, "a"], [f"{SPACE}a", "b"]]
 BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -119,14 +132,7 @@ def write_tokenizer(folder: Path, **changes: Any) -> str:
     vocab["ab"] = 46
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": 47,
-                "content": "<|endoftext|>",
-                "special": True,
-                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-            }
-        ],
+        "added_tokens": [{"id": 47, "content": "<|endoftext|>", **ADDED}],
         "normalizer": None,
         "pre_tokenizer": BYTE_LEVEL,
         "post_processor": None,
@@ -149,6 +155,66 @@ def test_the_vocabulary_has_a_token_for_each_row(tmp_path: Path) -> None:
     )
     assert (found.splitter, found.merges, found.end) == ("gpt-2", ("a b",), 47)
     assert (found.begin, found.adds_begin) == (None, False)
+
+
+def write_pieces(folder: Path, *, model: dict[str, Any] | None = None, **changes: Any) -> str:
+    """A tokenizer of pieces with all merges, as one that is made from a SentencePiece model."""
+    pieces = ("<unk>", "<s>", *BYTE_PIECES, "a", "b", SPACE, "ab", f"{SPACE}a", f"{SPACE}ab")
+    added = [{**ADDED, "id": number, "content": pieces[number]} for number in (0, 1)]
+    merges = [["a", "b"], [SPACE, "a"], [SPACE, "ab"], [f"{SPACE}a", "b"]]
+    of_pieces = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": merges}
+    of_pieces |= {"vocab": {piece: number for number, piece in enumerate(pieces)}, **(model or {})}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "pre_tokenizer": None,
+        "model": of_pieces,
+        **changes,
+    }
+    text = json.dumps(content)
+    (folder / "tokenizer.json").write_text(text)
+    return text
+
+
+def test_pieces_have_the_scores_of_their_merges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By which llama.cpp merges; bytes and the unknown token are named as such."""
+    cfg = CONFIGS["llama3"].model_copy(update={"vocab": 265})
+    run = imported(cfg, tmp_path)
+    text = write_pieces(tmp_path / "run" / "hf")
+    assert not list(tokenizer_faults(text, 265))
+    assert main(["export", run, str(tmp_path / "out"), "--format", "gguf"]) == 0
+    assert "largest logit difference to transformers: " in capsys.readouterr().out
+    found = fields(tmp_path / "out" / "model.gguf")
+    names = ("model", "pre", "add_space_prefix", "unknown_token_id")
+    of_file = [found[f"tokenizer.ggml.{name}"] for name in names]
+    assert of_file == ["llama", "default", True, 0]
+    assert found["tokenizer.ggml.scores"][-4:] == [0, -1, -2, 0]  # ab, _a, _ab, and no piece
+    assert found["tokenizer.ggml.token_type"][:3] == [2, 3, 6]
+    assert found["tokenizer.ggml.token_type"][-2:] == [1, 5]
+    assert not vocabulary_of(write_pieces(tmp_path, **GEMMA_FRAME), 265, end=None).adds_space
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model": {"merges": [["a", "b"]]}}, "merge other pieces (got 1 merges"),
+        ({"model": {"merges": MERGES_APART}}, "merge other pieces (got 4 merges"),
+        ({"added_tokens": [{**ADDED, "id": 264, "content": SPACE * 2}]}, "added tokens of spaces"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "no name for its way of splitting text"),
+        ({"model": {"ignore_merges": True}}, "no name for its way of splitting text"),
+    ],
+)
+def test_pieces_that_llama_cpp_would_merge_otherwise_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
+    """Where a pair is no merge, or those of a piece do not follow each other."""
+    (fault,) = tokenizer_faults(write_pieces(tmp_path, **changes), 265)
+    assert what in str(fault)
 
 
 def test_bytes_are_the_tokens_of_a_model_of_bytes() -> None:
