@@ -206,6 +206,29 @@ def test_another_content_behind_a_url_of_a_file_system_is_read(
     assert remote.fetched().read_bytes() == b"A THird"
 
 
+def test_a_file_system_that_is_gone_is_not_needed_for_what_it_named_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So ranks start again, and runs resume, without their object store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_bytes(TEXT)
+    prepare(PrepareOptions((str(texts),), valid=0.0), tmp_path / "prepared")
+    sources = (f"file://{texts}/*.txt", f"file://{texts}", f"file://{tmp_path}/prepared")
+    files = [open_source(source, DataConfig(), vocab=256).files for source in sources]
+
+    def gone(_url: str) -> tuple[object, str]:
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(streams, "_file_system", gone)
+    again = [open_source(source, DataConfig(), vocab=256).files for source in sources]
+    assert again == files
+    assert "ConnectionError: the store is gone" in complaint(f"file://{texts}/*.md")
+    files[0][0].unlink()
+    assert "ConnectionError: the store is gone" in complaint(sources[0])
+
+
 class Folder(SimpleHTTPRequestHandler):
     """Serves a folder, and a page that lists it."""
 

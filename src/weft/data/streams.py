@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import json
 import math
 import os
 import re
@@ -19,9 +20,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -36,6 +38,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hub"}
 """Protocol -> extra of this package that installs its file system."""
 CACHE = "data"
 LOCK = ".lock"
+ANSWER = ".answer"
+"""Files that a URL named, as JSON."""
 CACHE_VARIABLE = "WEFT_CACHE_GIB"
 CACHE_GIB = 50.0
 GIB = 2**30
@@ -105,8 +109,7 @@ class RemoteFile:
         """Its place in the cache, with the name that the URL ends with."""
         name = UNSAFE.sub("-", urlsplit(self.url).path.rpartition("/")[2]) or "file"
         place = self.place or f"{self.url}{self.version}"
-        digest = hashlib.sha256(place.encode()).hexdigest()[:16]
-        return user_folder(os.environ) / CACHE / digest / name
+        return _root() / _digest(place) / name
 
     def fetched(self) -> Path:
         """The file in the cache; it is downloaded where it is not there. Other processes that want it
@@ -145,12 +148,16 @@ def file_of_folder(folder: str, name: str) -> RemoteFile | None:
     if protocol in WEB:
         found = RemoteFile(url, place=folder)
         return found if found.path.exists() or _answers(url) else None
-    with _file_system_errors(url):
+
+    def ask() -> Iterator[RemoteFile]:
         fs, path = _file_system(url)
-        if not fs.isfile(path):
-            return None
         version = _version(fs.info(path))
-        return RemoteFile(url, version, f"{folder}{version}")
+        yield RemoteFile(url, version, f"{folder}{version}")
+
+    try:
+        return _asked(url, ask)[0]
+    except Exception:  # noqa: BLE001 - the list of the folder's files says what is wrong
+        return None
 
 
 def remote_files(source: str) -> tuple[RemoteFile, ...]:
@@ -165,10 +172,33 @@ def remote_files(source: str) -> tuple[RemoteFile, ...]:
     if protocol in WEB:
         return tuple(map(RemoteFile, urls))
     with _file_system_errors(source):
-        files = tuple(file for url in urls for file in _listed(url))
+        files = _asked(source, lambda: (file for url in urls for file in _listed(url)))
     if not files:
         raise DataError(Fault(KEY, "no file matches", got=repr(source), fix="check the URL"))
     return files
+
+
+def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFile, ...]:
+    """What a file system answers; where it is not there, what it answered last, if the cache has all of
+    that: ranks start again without it.
+    """
+    last = _root() / _digest(url) / ANSWER
+    try:
+        found = tuple(ask())
+    except (*LASTING_ERRORS, ImportError, ValueError):
+        raise
+    except Exception:
+        known = json.loads(last.read_text(encoding="utf-8")) if last.exists() else ()
+        files = tuple(RemoteFile(*each) for each in known)
+        if not files or not all(file.path.exists() for file in files):
+            raise
+        return files
+    if found:
+        last.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=last.parent, prefix=ANSWER, delete=False) as new:
+            json.dump([astuple(file) for file in found], new)
+        Path(new.name).rename(last)
+    return found
 
 
 def fetch_all(source: str) -> tuple[Path, ...]:
@@ -216,6 +246,10 @@ def make_room(*, keep: frozenset[Path] = frozenset()) -> None:
 
 def _root() -> Path:
     return user_folder(os.environ) / CACHE
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _limit_bytes() -> float:
