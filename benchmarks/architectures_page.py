@@ -29,6 +29,13 @@ sequences.
 """
 OUTCOMES = ("equal", "rejected", "none", "wrong", "failed")
 
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Rejected layouts": ("partly", "unfinished"),
+    "Rejected architectures": ("rejected",),
+    "Wrong, or without an end": ("wrong", "failed"),
+}
+"""Title of a list of reasons -> the kinds of rows that it is of."""
+
 
 def write_page(results: Path, names: Mapping[str, str]) -> None:
     """Write the page from the last result of each column, and keep these results alone."""
@@ -90,20 +97,13 @@ def _lines(last: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> I
         if kinds[name] in ("equal", "partly", "unfinished"):
             cells = (_cell(outcomes.get(column)) for column in COLUMNS)
             yield f"| hf:{name} | {' | '.join(cells)} |"
-    yield ""
-    yield "## Rejected layouts"
-    yield ""
-    yield from _reasons(last, lambda name: kinds[name] in ("partly", "unfinished"))
-    yield ""
-    yield "## Rejected architectures"
-    yield ""
-    yield from _reasons(last, lambda name: kinds[name] == "rejected")
-    others = [name for name, kind in kinds.items() if kind in ("wrong", "failed")]
-    if others:
-        yield ""
-        yield "## Wrong, or without an end"
-        yield ""
-        yield from _reasons(last, lambda name: name in others)
+    for title, of in SECTIONS.items():
+        names = [name for name, kind in kinds.items() if kind in of]
+        if names:
+            yield ""
+            yield f"## {title}"
+            yield ""
+            yield from _reasons(last, names.__contains__)
 
 
 def _cell(outcome: Mapping[str, str] | None) -> str:

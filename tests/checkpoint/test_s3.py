@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.s3_server import SECRET, s3_server
 from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from weft.train.event_lines import step_history
 
-SECRET = "canary-secret-canary"
 URL = "s3://bucket/run"
 FAIL_IN_STEP_3 = """
 from weft.train.step import TrainStep
@@ -76,20 +76,9 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    s3fs = pytest.importorskip("s3fs", reason="needs weft-train[s3-test]")
-    moto = pytest.importorskip("moto.server", reason="needs weft-train[s3-test]")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    fs = s3fs.S3FileSystem(skip_instance_cache=True)
-    fs.makedirs("bucket", exist_ok=True)
-    write_text(tmp_path)
-    yield Bucket(fs, tmp_path, dict(os.environ))
-    server.stop()
+    with s3_server(monkeypatch) as (_, fs):
+        write_text(tmp_path)
+        yield Bucket(fs, tmp_path, dict(os.environ))
 
 
 def test_a_failed_run_resumes_from_s3_on_another_layout_with_the_losses_of_one_that_did_not(

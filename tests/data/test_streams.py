@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import os
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +20,7 @@ import pytest
 from weft.config.schema import DataConfig
 from weft.data import streams
 from weft.data.prepare import PrepareOptions, prepare
+from weft.data.prepared import tokenizer_of
 from weft.data.row_files import tar_rows
 from weft.data.streams import CACHE_VARIABLE, GIB, RemoteFile, remote_files, source_files
 from weft.data.token_sources import open_source
@@ -176,6 +180,106 @@ def test_file_systems_of_fsspec_are_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (folder / "a.txt").write_text("a text")
     assert source_files(f"file://{folder}/a.txt")[0].read_text() == "a text"
     memory.rm("/texts", recursive=True)
+
+
+def test_another_content_behind_a_url_of_a_file_system_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the file system tells; what one start has downloaded of a version, the next continues."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "texts" / "a.txt"
+    file.parent.mkdir()
+    for name in ("_SUCCESS", "a.png", ".a.txt.crc"):
+        (file.parent / name).write_bytes(b"\xff")
+    for source in (f"file://{file}", f"file://{file.parent}/*.txt", f"file://{file.parent}"):
+        for second, text in enumerate((b"a text", b"another", b"a third")):
+            file.write_bytes(text)
+            os.utime(file, (second, second))
+            (found,) = source_files(source)
+            assert found.read_bytes() == text
+            assert source_files(source) == (found,)
+    os.utime(file, (9, 9))
+    (remote,) = remote_files(f"file://{file}")
+    part = remote.path.with_name(f".{file.name}.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"A TH")
+    assert remote.fetched().read_bytes() == b"A THird"
+
+
+def test_a_file_system_that_is_gone_is_not_needed_for_what_it_named_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So ranks start again, and runs resume, without their object store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_bytes(TEXT)
+    prepare(PrepareOptions((str(texts),), valid=0.0), tmp_path / "prepared")
+    sources = (f"file://{texts}/*.txt", f"file://{texts}", f"file://{tmp_path}/prepared")
+    files = [open_source(source, DataConfig(), vocab=256).files for source in sources]
+
+    def gone(_url: str) -> tuple[object, str]:
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(streams, "_file_system", gone)
+    again = [open_source(source, DataConfig(), vocab=256).files for source in sources]
+    assert again == files
+    assert "ConnectionError: the store is gone" in complaint(f"file://{texts}/*.md")
+    files[0][0].unlink()
+    assert "ConnectionError: the store is gone" in complaint(sources[0])
+
+
+class Folder(SimpleHTTPRequestHandler):
+    """Serves a folder, and a page that lists it."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def folder_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The URL of a server of tmp_path/served."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(streams, "PAUSE_S", 0.001)
+    (tmp_path / "served").mkdir()
+    handler = functools.partial(Folder, directory=str(tmp_path / "served"))
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_prepared_folders_behind_urls_are_read(folder_url: str, tmp_path: Path) -> None:
+    """With documents, splits and tokenizer, by a web server and by a file system."""
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(TEXT[number * 900 : number * 900 + 800])
+    served = tmp_path / "served" / "prepared"
+    options = PrepareOptions((str(tmp_path / "texts"),), tokenizer="train", vocab=260, valid=0.5)
+    prepare(options, served)
+    read = functools.partial(open_source, data=DataConfig(), vocab=260)
+    for url in (f"{folder_url}/prepared", f"file://{served}"):
+        for name, split in (("", "train"), ("/", "valid"), ("/valid.bin", "train")):
+            found = read(f"{url}{name}", split=split)
+            right = read(f"{served}{name}", split=split)
+            assert found.read(0, len(found)).tolist() == right.read(0, len(right)).tolist()
+            assert found.document_bounds[:].tolist() == right.document_bounds[:].tolist()
+        assert tokenizer_of(DataConfig(source=url)).vocab == 260
+    with pytest.raises(DataError, match="holds tokens already"):
+        prepare(replace(options, inputs=(f"file://{served}",)), tmp_path / "again")
+    served.rename(served.with_name("moved")).joinpath("train.idx").unlink()
+    with pytest.raises(DataError, match=r"moved/train.idx cannot be downloaded.*404"):
+        read(f"{folder_url}/moved")
+
+
+def test_a_page_is_not_read_as_a_text(folder_url: str, tmp_path: Path) -> None:
+    """Such as the list of a folder, or the view of a file; a page of its own name is read."""
+    assert "is a page, not a file (got text/html)" in complaint(f"{folder_url}/")
+    (tmp_path / "served" / "a.html").write_bytes(b"<p>a text</p>")
+    assert source_files(f"{folder_url}/a.html")[0].read_bytes() == b"<p>a text</p>"
 
 
 def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:

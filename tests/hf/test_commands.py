@@ -190,6 +190,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         ("import", "{base}/no", "--out", "x"),
         "error: model.from_hf: {base}/no: no such folder",
     ),
+    "a URL": (
+        nothing,
+        ("train", "--model.from_hf", "https://huggingface.co/openai-community/gpt2"),
+        "error: model.from_hf: is a URL (got 'https://huggingface.co/openai-community/gpt2'",
+    ),
     "no config.json": (
         without("config.json"),
         IMPORT,

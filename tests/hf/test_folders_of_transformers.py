@@ -41,6 +41,7 @@ FOLDERS = {
     "joined in memory": ("olmo_hybrid", "model.layers.0.linear_attn.q_conv1d.weight"),
     "joined in the files": ("sarvam_moe", "model.layers.0.attention.query_key_value.weight"),
     "an infinite limit": ("mamba2", None),
+    "experts of each token": ("deepseek_v4", "model.layers.0.ffn.gate.tid2eid"),
 }
 """Model type, and a tensor of its files that has another name in memory."""
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
@@ -53,6 +54,9 @@ def written(folder: Path, model_type: str) -> nn.Module:
     with torch.no_grad():
         for param in lm.parameters():
             param.copy_(torch.randn(param.shape))
+        for tensor in lm.state_dict().values():
+            if not tensor.is_floating_point():
+                tensor.copy_(torch.randint(4, tensor.shape))
     lm.save_pretrained(folder)
     return cast(nn.Module, lm)
 
@@ -80,7 +84,7 @@ def test_each_parameter_is_read_from_its_tensors(tmp_path: Path, name: str) -> N
     own_names = param_names(architecture(model_type))
     assert matched.params
     for param, source in matched.params.items():
-        whole = torch.empty(source.shape)
+        whole = torch.empty(source.shape, dtype=files[source.tensors[0]].dtype)
         for copy in source.copies(Box.whole(source.shape)):
             part = files[copy.source][copy.box.slices]
             whole[copy.at] = part.T if copy.transposed else part
@@ -130,6 +134,14 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     edit(tmp_path, lambda tensors: tensors.update({EXPERT: torch.ones(3, 5)}))
     with pytest.raises(CheckpointError, match=rf"{EXPERT}: config.json makes another shape of it"):
         match_folder(tmp_path, described(tmp_path, "mixtral"))
+
+
+def test_numbers_of_experts_need_a_type_that_holds_them() -> None:
+    """DeepSeek-V4 has the experts of each token in a table, which is cast as parameters are."""
+    words = ["--model.name", "hf:deepseek_v4", "--precision.compute", "bfloat16"]
+    prepared(load([*words, "--model.experts", "256"], FAMILIES))
+    with pytest.raises(PlanError, match="compute: does not hold the numbers of 257 experts"):
+        prepared(load([*words, "--model.experts", "257"], FAMILIES))
 
 
 def test_coordinates_of_a_large_model_take_no_memory() -> None:

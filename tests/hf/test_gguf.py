@@ -17,6 +17,8 @@ from weft.core.model_config import ModelConfig
 from weft.hf.folder import HfFolder
 from weft.hf.gguf_model import context_length, model_faults, rope_divisors
 from weft.hf.gguf_tokenizer import (
+    BYTE_PIECES,
+    SPACE,
     byte_characters,
     bytes_vocabulary,
     tokenizer_faults,
@@ -26,9 +28,22 @@ from weft.hf.gguf_tokenizer import (
 gguf = pytest.importorskip("gguf", reason="GGUF files are written by the package gguf (extra)")
 
 LLAMA3 = "llama3 factor=8 original=64"
+MODELS = {name: CONFIGS[name] for name in ("gpt2", "llama3", "llama3 tied", "qwen3", "qwen3-moe")}
+MODELS["gemma3"] = CONFIGS["gemma3"].model_copy(update={"query_pre_attn_scalar": 12})
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+ADDED = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+GEMMA_FRAME = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+}
+MERGES_APART = [[SPACE, "ab"], ["a", "b"], [SPACE, "a"], [f"{SPACE}a", "b"]]
 BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -57,12 +72,12 @@ def values(file: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3 tied", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_the_model_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     pytest.importorskip("transformers")
-    run = imported(CONFIGS[name].model_copy(update={"vocab": 256}), tmp_path)
+    run = imported(MODELS[name].model_copy(update={"vocab": 256}), tmp_path)
     for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
         assert main(["export", run, str(out), "--format", "gguf", "--dtype", dtype]) == 0
@@ -117,14 +132,7 @@ def write_tokenizer(folder: Path, **changes: Any) -> str:
     vocab["ab"] = 46
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": 47,
-                "content": "<|endoftext|>",
-                "special": True,
-                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-            }
-        ],
+        "added_tokens": [{"id": 47, "content": "<|endoftext|>", **ADDED}],
         "normalizer": None,
         "pre_tokenizer": BYTE_LEVEL,
         "post_processor": None,
@@ -147,6 +155,66 @@ def test_the_vocabulary_has_a_token_for_each_row(tmp_path: Path) -> None:
     )
     assert (found.splitter, found.merges, found.end) == ("gpt-2", ("a b",), 47)
     assert (found.begin, found.adds_begin) == (None, False)
+
+
+def write_pieces(folder: Path, *, model: dict[str, Any] | None = None, **changes: Any) -> str:
+    """A tokenizer of pieces with all merges, as one that is made from a SentencePiece model."""
+    pieces = ("<unk>", "<s>", *BYTE_PIECES, "a", "b", SPACE, "ab", f"{SPACE}a", f"{SPACE}ab")
+    added = [{**ADDED, "id": number, "content": pieces[number]} for number in (0, 1)]
+    merges = [["a", "b"], [SPACE, "a"], [SPACE, "ab"], [f"{SPACE}a", "b"]]
+    of_pieces = {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": merges}
+    of_pieces |= {"vocab": {piece: number for number, piece in enumerate(pieces)}, **(model or {})}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "pre_tokenizer": None,
+        "model": of_pieces,
+        **changes,
+    }
+    text = json.dumps(content)
+    (folder / "tokenizer.json").write_text(text)
+    return text
+
+
+def test_pieces_have_the_scores_of_their_merges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By which llama.cpp merges; bytes and the unknown token are named as such."""
+    cfg = CONFIGS["llama3"].model_copy(update={"vocab": 265})
+    run = imported(cfg, tmp_path)
+    text = write_pieces(tmp_path / "run" / "hf")
+    assert not list(tokenizer_faults(text, 265))
+    assert main(["export", run, str(tmp_path / "out"), "--format", "gguf"]) == 0
+    assert "largest logit difference to transformers: " in capsys.readouterr().out
+    found = fields(tmp_path / "out" / "model.gguf")
+    names = ("model", "pre", "add_space_prefix", "unknown_token_id")
+    of_file = [found[f"tokenizer.ggml.{name}"] for name in names]
+    assert of_file == ["llama", "default", True, 0]
+    assert found["tokenizer.ggml.scores"][-4:] == [0, -1, -2, 0]  # ab, _a, _ab, and no piece
+    assert found["tokenizer.ggml.token_type"][:3] == [2, 3, 6]
+    assert found["tokenizer.ggml.token_type"][-2:] == [1, 5]
+    assert not vocabulary_of(write_pieces(tmp_path, **GEMMA_FRAME), 265, end=None).adds_space
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model": {"merges": [["a", "b"]]}}, "merge other pieces (got 1 merges"),
+        ({"model": {"merges": MERGES_APART}}, "merge other pieces (got 4 merges"),
+        ({"added_tokens": [{**ADDED, "id": 264, "content": SPACE * 2}]}, "added tokens of spaces"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "no name for its way of splitting text"),
+        ({"model": {"ignore_merges": True}}, "no name for its way of splitting text"),
+    ],
+)
+def test_pieces_that_llama_cpp_would_merge_otherwise_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
+    """Where a pair is no merge, or those of a piece do not follow each other."""
+    (fault,) = tokenizer_faults(write_pieces(tmp_path, **changes), 265)
+    assert what in str(fault)
 
 
 def test_bytes_are_the_tokens_of_a_model_of_bytes() -> None:
@@ -224,6 +292,17 @@ YARN = {
     "attention_factor": 1.1386294361119891,  # 0.1 ln 4 + 1
     "truncate": True,
 }
+GEMMA = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "hidden_size": 1152,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 32_768,
+}
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -274,9 +353,46 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_rejected(
     assert (fault.key, fault.got) == (key, got)
 
 
+@pytest.mark.parametrize(
+    ("changes", "key", "got"),
+    [
+        ({"query_pre_attn_scalar": 168}, "model.query_pre_attn_scalar", "168"),
+        ({"num_hidden_layers": 62}, "model.query_pre_attn_scalar", "256"),
+        ({"rope_scaling": YARN}, "model.rope_scaling", "yarn"),
+    ],
+)
+def test_scores_and_scalings_of_gemma_are_those_of_llama_cpp(
+    changes: dict[str, Any], key: str, got: str
+) -> None:
+    """Which takes the root of a head's size, but of another number in the model of 27B."""
+    for known in ({}, {"rope_scaling": LINEAR}):
+        assert not list(model_faults({**GEMMA, **known}))
+    large = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32}
+    assert not list(model_faults({**GEMMA, **large, "query_pre_attn_scalar": 168}))
+    (fault,) = model_faults({**GEMMA, **changes})
+    assert (fault.key, fault.got) == (key, got)
+
+
+def test_norms_of_gemma_multiply_by_what_the_file_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And layers without a window are as far apart as in the model."""
+    cfg = MODELS["gemma3"].model_copy(update={"vocab": 256, "global_every": 2})
+    assert main(["export", imported(cfg, tmp_path), str(tmp_path / "out"), "--format", "gguf"]) == 0
+    assert "sliding_window_pattern: read by llama.cpp since 2026" in capsys.readouterr().out
+    file = tmp_path / "out" / "model.gguf"
+    folder = HfFolder(tmp_path / "hf", config_of(tmp_path / "hf"))
+    name = "layer0.attn_norm.weight"
+    ours = folder.read(name, Box.whole(folder.shapes[name])).numpy()
+    assert np.array_equal(values(file)["blk.0.attn_norm.weight"], ours + 1)
+    assert fields(file)["gemma3.attention.sliding_window_pattern"] == 2
+
+
 def test_a_window_is_the_context_of_the_file() -> None:
+    """But of Gemma's, which llama.cpp computes."""
     assert context_length(LLAMA) == 8192
     assert context_length({**LLAMA, "sliding_window": 4096}) == 4096
+    assert context_length(GEMMA) == 32_768
 
 
 @pytest.mark.parametrize(

@@ -180,16 +180,33 @@ def test_one_tensor_an_expert_is_read_as_transformers_puts_them_together(tmp_pat
             assert torch.equal(*(folder.read(name, box) for folder in folders))
 
 
-def test_tensors_that_transformers_changes_are_rejected(tmp_path: Path) -> None:
-    """The experts of Qwen3-VL are published as [E, in, out]."""
+def test_transposed_experts_are_read_as_transformers_loads_them(tmp_path: Path) -> None:
+    """Those of Qwen3-VL are published as [E, in, out]: the same values, and the whole model's logits."""
     text = {**EXPERTS, "head_dim": 8, "rope_parameters": MROPE, "norm_topk_prob": True}
-    folder = saved(tmp_path, "qwen3_vl_moe", text, QWEN_VISION)
+    text |= {"moe_intermediate_size": 24}
+    folder = saved(tmp_path / "in", "qwen3_vl_moe", text, QWEN_VISION)
     run = load(["--model.from_hf", str(folder)], FAMILIES)
-    assert match_folder(folder, run.model).params
+    plain = HfFolder(folder, run.model)
+    whole = {name: plain.read(name, Box.whole(shape)) for name, shape in plain.shapes.items()}
     tensors = load_file(folder / "model.safetensors")
-    name = "model.language_model.layers.0.mlp.experts.down_proj"
-    tensors[name] = tensors[name].mT.contiguous()
+    swapped = [name for name in tensors if ".experts." in name]
+    assert len(swapped) == 8
+    tensors |= {name: tensors[name].mT.contiguous() for name in swapped}
     save_file(tensors, folder / "model.safetensors")
+    published = HfFolder(folder, run.model)
+    for name, values in whole.items():
+        part = Box((0,) * values.ndim, tuple(max(1, size // 2) for size in values.shape))
+        for box in (Box.whole(values.shape), part):
+            assert torch.equal(published.read(name, box), values[box.slices])
+    assert import_run(folder, tmp_path / "run", compares=True).is_equal
+
+
+def test_tensors_that_transformers_changes_are_rejected(tmp_path: Path) -> None:
+    """MiniMax-M3-VL has one tensor an expert in its folders, its decoder all experts in one."""
+    text = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    text |= {"layer_types": ["full_attention"] * 4, "mlp_layer_types": ["sparse"] * 4}
+    folder = saved(tmp_path, "minimax_m3_vl", text, VISION)
+    run = load(["--model.from_hf", str(folder)], FAMILIES)
     with pytest.raises(CheckpointError, match=r"changes tensors.*save_original_format=False"):
         match_folder(folder, run.model)
 
@@ -212,10 +229,17 @@ def test_text_that_is_read_in_both_directions_is_rejected(tmp_path: Path) -> Non
         match_folder(folder, run.model)
 
 
-def test_a_text_part_without_a_decoder_is_rejected(tmp_path: Path) -> None:
-    config = {"model_type": "glm4v", "text_config": {"model_type": "glm4v_text"}}
+@pytest.mark.parametrize(
+    ("model_type", "text"), [("glm4v", "glm4v_text"), ("mllama", "mllama_text_model")]
+)
+def test_a_text_part_without_a_decoder_is_rejected(
+    model_type: str, text: str, tmp_path: Path
+) -> None:
+    """The layers of Mllama attend to images: its decoder is the whole model."""
+    config = {"model_type": model_type, "text_config": {"model_type": text}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match="glm4v: transformers has no decoder for its text part"):
+    what = f"{model_type}: transformers has no decoder for its text part"
+    with pytest.raises(ConfigError, match=what):
         load(["--model.from_hf", str(tmp_path)], FAMILIES)
 
 

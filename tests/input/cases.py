@@ -384,6 +384,7 @@ def data_files() -> Iterator[Case]:
         "no input": ("data", "prepare", "--out", "new"),
         "no out": ("data", "prepare", "text.txt"),
         "out exists": ("data", "prepare", "text.txt", "--out", "prep"),
+        "out behind a URL": ("data", "prepare", "text.txt", "--out", "s3://bucket/new"),
         "out below a file": ("data", "prepare", "text.txt", "--out", "text.txt/new"),
         "out in /proc": ("data", "prepare", "text.txt", "--out", "/proc/new"),
         "input missing": ("data", "prepare", "nowhere", "--out", "new"),

@@ -19,6 +19,7 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import TEXT, PreparedMeta
 from weft.data.record_sources import PREFERENCE
 from weft.data.round_trip import ACCEPT
+from weft.data.streams import is_url
 from weft.errors import ConfigError, DataError, Fault, UserError, counted, did_you_mean
 from weft.view.bar import ByteProgress
 
@@ -131,6 +132,10 @@ def _missing_arguments(arguments: PrepareArguments) -> Iterator[Fault]:
         yield Fault("inputs", "is missing", need="files or folders", fix=usage)
     if not arguments.out:
         yield Fault("out", "is missing", need="a folder to write", fix=usage)
+    elif is_url(arguments.out):
+        need = "a folder of this machine"
+        fix = "write it here, then copy it: a run reads prepared folders behind URLs"
+        yield Fault("out", "is a URL", got=repr(arguments.out), need=need, fix=fix)
 
 
 def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:

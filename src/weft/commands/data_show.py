@@ -18,17 +18,10 @@ from weft.config.command_options import read_options
 from weft.config.schema import SCORED, ConfigSection, RecordFormat
 from weft.data.conversations import PAIR, MaskedTokens
 from weft.data.files import find_files
-from weft.data.prepared import (
-    SPLITS,
-    TEXT,
-    Prepared,
-    PreparedMeta,
-    Split,
-    is_prepared,
-    open_prepared,
-)
+from weft.data.prepared import SPLITS, TEXT, Prepared, PreparedMeta, Split, prepared_of
 from weft.data.record_sources import GROUPED, encode_records, make_reader
 from weft.data.row_files import holds_rows
+from weft.data.streams import is_url, source_files
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
 from weft.view.answers import TextSegment, marked_text
@@ -72,17 +65,16 @@ def show(words: Sequence[str]) -> int:
         got = " ".join(places) or "nothing"
         fix = "weft data show FOLDER"
         raise UserError(Fault("weft data show", "takes one folder", got=got, fix=fix))
-    folder = Path(os.path.expanduser(places[0]))
-    if is_prepared(folder):
-        return _show_prepared(folder, arguments)
-    if folder.is_file() and holds_rows(folder):
-        return _show_records(str(folder), arguments)
+    prepared = prepared_of(places[0])
+    if prepared is not None:
+        return _show_prepared(prepared, arguments)
+    path = source_files(places[0])[0] if is_url(places[0]) else Path(os.path.expanduser(places[0]))
+    if path.is_file() and holds_rows(path):
+        return _show_records(str(path), arguments)
     fix = "weft data prepare INPUT --out prepared, then weft data show prepared"
     need = "one with meta.json, or a file of records"
     raise DataError(
-        Fault(
-            "weft data show", "is not a prepared folder", got=repr(str(folder)), need=need, fix=fix
-        )
+        Fault("weft data show", "is not a prepared folder", got=repr(places[0]), need=need, fix=fix)
     )
 
 
@@ -110,9 +102,8 @@ def summary(folder: str, meta: PreparedMeta) -> str:
     return "\n".join(lines)
 
 
-def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
-    prepared = open_prepared(folder)
-    print_result(summary(str(folder), prepared.meta))
+def _show_prepared(prepared: Prepared, arguments: ShowArguments) -> int:
+    print_result(summary(str(prepared.folder), prepared.meta))
     if prepared.meta.record_format == TEXT and not arguments.samples:
         print_result(_first_document(prepared, max_tokens=arguments.tokens))
     else:

@@ -34,7 +34,8 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
         files = find_files(source)
         inputs.update(dict.fromkeys(files))
     for file in inputs:
-        if isinstance(file, Path) and is_token_file(file):
+        path = file.path if isinstance(file, RemoteFile) else file
+        if isinstance(path, Path) and is_token_file(path):
             raise DataError(
                 Fault(
                     KEY,

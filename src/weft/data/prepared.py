@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +24,11 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from weft.config.schema import ConfigSection, DataConfig, RecordFormat
+from weft.data.chat_template import FILE as TEMPLATE_FILE
+from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.document_bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
+from weft.data.streams import file_of_folder, is_url
 from weft.data.tokenizer import BYTES, FILE, MAX_ID, Tokenizer, open_tokenizer
 from weft.data.tokenizer import KEY as TOKENIZER_KEY
 from weft.data.tokens import BLOCK_TOKENS, Tokens, TokenStream, open_tokens
@@ -42,6 +46,8 @@ MAX_META_BYTES = 4 * MIB
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
+NOT_OF_FOLDERS = re.compile(r"[*?\[{]|\.\w+$")
+"""In URLs of files and patterns."""
 PREPARE_AGAIN = "prepare it again: weft data prepare INPUT --out FOLDER"
 """Words in capitals stand for what only the reader knows, in all printed commands."""
 
@@ -219,10 +225,36 @@ def prepared_of(source: str) -> Prepared | None:
     """
     path = Path(os.path.expanduser(source))
     names_split = path.suffix == TOKEN_SUFFIX and path.stem in SPLITS
+    if is_url(source):
+        url = source.rpartition("/")[0] if names_split else source.rstrip("/")
+        return _downloaded(url)
     folder = path.parent if names_split else path
     if is_prepared(folder):
         return open_prepared(folder)
     return None
+
+
+def _downloaded(url: str) -> Prepared | None:
+    """The prepared folder behind a URL, in the cache; None for any other URL.
+
+    Raises:
+        DataError: the folder is incomplete, or a file cannot be downloaded.
+    """
+    first = None if NOT_OF_FOLDERS.search(url) else file_of_folder(url, META)
+    if first is None:
+        return None
+    folder = first.fetched().parent
+    meta = _read_meta(folder / META)
+    suffixes = (".bin", ".idx") if meta.record_format == TEXT else (".bin", ".idx", ".mask")
+    names = [f"{split}{suffix}" for split in SPLITS for suffix in suffixes]
+    if meta.tokenizer != BYTES:
+        names.append(FILE)
+    if meta.record_format != TEXT:
+        written = (TEMPLATE_FILE, TOKENIZER_CONFIG)
+        names += [name for name in written if file_of_folder(url, name) is not None]
+    for name in names:
+        first.beside(name).fetched()
+    return open_prepared(folder)
 
 
 def sources_of(data: DataConfig) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
     https://host/shard-{000..009}.tar         files of a web server; braces number them
     s3://bucket/texts/*.jsonl.gz              files of any file system of fsspec: s3, gs, hf, memory, file
 
-A file of the cache is whole or absent. It is found again by its URL, until newer ones need its place.
+A file of the cache is whole or absent. It is found again by its URL, and by the version that a file
+system states for it, until newer ones need its place.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import json
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from weft.data.files import KEY, check_one_kind, find_files
+from weft.data.files import KEY, READ_SUFFIXES, check_one_kind, find_files, inner_name
 from weft.errors import DataError, Fault, first_line
 from weft.small_files import user_folder
 
@@ -34,10 +37,15 @@ WEB = ("http", "https")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hub"}
 """Protocol -> extra of this package that installs its file system."""
 CACHE = "data"
+LOCK = ".lock"
+ANSWER = ".answer"
+"""Files that a URL named, as JSON."""
 CACHE_VARIABLE = "WEFT_CACHE_GIB"
 CACHE_GIB = 50.0
 GIB = 2**30
 BLOCK_BYTES = 2**20
+REQUEST_BYTES = 2**24
+"""Bytes that a file system asks for at a time: what breaks off loses no more."""
 ATTEMPTS = 5
 """Requests in a row that bring nothing before a download fails."""
 PAUSE_S = 0.5
@@ -45,6 +53,11 @@ PAUSE_S = 0.5
 TIMEOUT_S = 30.0
 LASTING_CODES = (400, 401, 403, 404, 405, 410)
 """Answers of a web server that another attempt does not change."""
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime")
+"""What file systems tell of a file, one by one and in lists, that another content changes; the first
+is taken.
+"""
+PAGE = "text/html"
 LASTING_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -72,9 +85,16 @@ def source_files(source: str) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind a URL, which is downloaded when it is read."""
+    """A file behind a URL, which is downloaded when it is read.
+
+    Attributes:
+        version: that a file system states for its content; "": none.
+        place: of a folder whose files lie together in the cache; "": this file lies alone.
+    """
 
     url: str
+    version: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         return self.url
@@ -88,8 +108,8 @@ class RemoteFile:
     def path(self) -> Path:
         """Its place in the cache, with the name that the URL ends with."""
         name = UNSAFE.sub("-", urlsplit(self.url).path.rpartition("/")[2]) or "file"
-        digest = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-        return user_folder(os.environ) / CACHE / digest / name
+        place = self.place or f"{self.url}{self.version}"
+        return _root() / _digest(place) / name
 
     def fetched(self) -> Path:
         """The file in the cache; it is downloaded where it is not there. Other processes that want it
@@ -100,14 +120,44 @@ class RemoteFile:
         """
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / ".lock").open("w") as lock:
+        with (path.parent / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 part = path.with_name(f".{path.name}.part")
-                _download(self.url, part)
+                try:
+                    _download(self, part)
+                except DataError:
+                    if not self.version:  # the next start could not tell what it is of
+                        part.unlink(missing_ok=True)
+                    raise
                 part.rename(path)
             os.utime(path)  # the last use
         return path
+
+    def beside(self, name: str) -> RemoteFile:
+        """Another file of its folder, which is downloaded to the same place."""
+        return RemoteFile(f"{self.url.rpartition('/')[0]}/{name}", place=self.place)
+
+
+def file_of_folder(folder: str, name: str) -> RemoteFile | None:
+    """A file of a folder behind a URL; None: it is not there. The folder's place in the cache is of
+    the version of this file.
+    """
+    url = f"{folder}/{name}"
+    protocol = url.partition("://")[0]
+    if protocol in WEB:
+        found = RemoteFile(url, place=folder)
+        return found if found.path.exists() or _answers(url) else None
+
+    def ask() -> Iterator[RemoteFile]:
+        fs, path = _file_system(url)
+        version = _version(fs.info(path))
+        yield RemoteFile(url, version, f"{folder}{version}")
+
+    try:
+        return _asked(url, ask)[0]
+    except Exception:  # noqa: BLE001 - the list of the folder's files says what is wrong
+        return None
 
 
 def remote_files(source: str) -> tuple[RemoteFile, ...]:
@@ -118,13 +168,37 @@ def remote_files(source: str) -> tuple[RemoteFile, ...]:
         DataError: none, or the file system cannot be opened.
     """
     protocol = source.partition("://")[0]
-    urls = tuple(_numbered(source))
-    if protocol not in WEB:
-        with _file_system_errors(source):
-            urls = tuple(found for url in urls for found in _listed(url))
-    if not urls:
+    urls = _numbered(source)
+    if protocol in WEB:
+        return tuple(map(RemoteFile, urls))
+    with _file_system_errors(source):
+        files = _asked(source, lambda: (file for url in urls for file in _listed(url)))
+    if not files:
         raise DataError(Fault(KEY, "no file matches", got=repr(source), fix="check the URL"))
-    return tuple(map(RemoteFile, urls))
+    return files
+
+
+def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFile, ...]:
+    """What a file system answers; where it is not there, what it answered last, if the cache has all of
+    that: ranks start again without it.
+    """
+    last = _root() / _digest(url) / ANSWER
+    try:
+        found = tuple(ask())
+    except (*LASTING_ERRORS, ImportError, ValueError):
+        raise
+    except Exception:
+        known = json.loads(last.read_text(encoding="utf-8")) if last.exists() else ()
+        files = tuple(RemoteFile(*each) for each in known)
+        if not files or not all(file.path.exists() for file in files):
+            raise
+        return files
+    if found:
+        last.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=last.parent, prefix=ANSWER, delete=False) as new:
+            json.dump([astuple(file) for file in found], new)
+        Path(new.name).rename(last)
+    return found
 
 
 def fetch_all(source: str) -> tuple[Path, ...]:
@@ -155,18 +229,27 @@ def make_room(*, keep: frozenset[Path] = frozenset()) -> None:
     Args:
         keep: files that stay.
     """
-    files = [path for path in _root().glob("*/*") if not path.name.startswith(".")]
-    num_bytes = sum(path.stat().st_size for path in files)
-    for path in sorted(files, key=lambda path: path.stat().st_mtime):
+    sizes: dict[Path, int] = {}
+    last_use: dict[Path, float] = {}
+    for path in (path for path in _root().glob("*/*") if path.name != LOCK):
+        stat, folder = path.stat(), path.parent
+        sizes[folder] = sizes.get(folder, 0) + stat.st_size
+        last_use[folder] = max(last_use.get(folder, 0.0), stat.st_mtime)
+    num_bytes = sum(sizes.values())
+    kept = {path.parent for path in keep}
+    for folder in sorted(sizes.keys() - kept, key=lambda folder: last_use[folder]):
         if num_bytes <= _limit_bytes():
             return
-        if path not in keep:
-            num_bytes -= path.stat().st_size
-            shutil.rmtree(path.parent)
+        num_bytes -= sizes[folder]
+        shutil.rmtree(folder)
 
 
 def _root() -> Path:
     return user_folder(os.environ) / CACHE
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _limit_bytes() -> float:
@@ -192,16 +275,29 @@ def _numbered(url: str) -> Iterator[str]:
         yield from _numbered(f"{url[: match.start()]}{number:0{len(first)}}{url[match.end() :]}")
 
 
-def _listed(url: str) -> list[str]:
+def _listed(url: str) -> list[RemoteFile]:
     """The files of a pattern or folder of a file system; another URL is one file."""
     fs, path = _file_system(url)
     if any(sign in path for sign in "*?["):
-        found = fs.glob(path)
+        found = fs.glob(path, detail=True)
     elif fs.isdir(path):
-        found = [name for name in fs.find(path) if not Path(name).name.startswith(".")]
+        found = {
+            name: info for name, info in fs.find(path, detail=True).items() if _is_read(Path(name))
+        }
     else:
-        return [url]
-    return sorted(fs.unstrip_protocol(name) for name in found)
+        return [RemoteFile(url, _version(fs.info(path)))]
+    return [RemoteFile(fs.unstrip_protocol(name), _version(found[name])) for name in sorted(found)]
+
+
+def _is_read(file: Path) -> bool:
+    """Whether a file of a folder is read, as in folders on a disk."""
+    return not file.name.startswith(".") and inner_name(file).endswith(READ_SUFFIXES)
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    """What is another text where a file has another content; "" where the file system cannot tell."""
+    found = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+    return f"{found} {info.get('size')}" if found else ""
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -237,7 +333,7 @@ class _Opened:
     Attributes:
         start: place of the first byte; 0 where the server does not continue.
         size: of the whole file; None: unknown.
-        version: that tells this content from a later one of the URL; "" where there is none.
+        version: another for a later content of the URL; "" where there is none.
     """
 
     content: IO[bytes]
@@ -255,34 +351,56 @@ def _open_web(url: str, start: int, version: str) -> _Opened:
     length = answer.headers.get("Content-Length")
     version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
     size = None if length is None else first + int(length)
+    is_page = answer.headers.get_content_type() == PAGE
+    if is_page and not urlsplit(url).path.endswith((".html", ".htm")):
+        answer.close()
+        fix = "the address of the file itself; files are numbered in braces: part-{000..009}.jsonl"
+        raise DataError(Fault(KEY, f"{url} is a page, not a file", got=PAGE, fix=fix))
     return _Opened(answer, first, size, "" if version.startswith("W/") else version)
 
 
 def _open_file_system(url: str, start: int, version: str) -> _Opened:
     fs, path = _file_system(url)
+    if start:
+        fs.invalidate_cache()
     info = fs.info(path)
-    found = str(info.get("ETag") or info.get("mtime") or info.get("LastModified") or "")
-    content = fs.open(path, "rb")
+    found = _version(info)
+    content = fs.open(path, "rb", block_size=REQUEST_BYTES)
     first = start if found == version else 0
     content.seek(first)
     return _Opened(content, first, info.get("size"), found)
 
 
-def _download(url: str, part: Path) -> None:
-    """Download a file; what broke off is continued, after pauses, as long as something comes.
+def _answers(url: str) -> bool:
+    """Whether a web server has a file."""
+    asked = Request(url, headers={"User-Agent": "weft"}, method="HEAD")  # noqa: S310 - http or https
+    try:
+        with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310
+            return bool(answer.headers.get_content_type() != PAGE)
+    except (OSError, HTTPException):
+        return False
+
+
+def _download(file: RemoteFile, part: Path) -> None:
+    """Download a file; what broke off is continued, after pauses, as long as something comes. Of a
+    version that a file system states it is continued by the next start, too.
 
     Raises:
         DataError: it is not there, or nothing comes any more.
     """
+    url = file.url
     is_web = url.partition("://")[0] in WEB
     opener: Callable[[str, int, str], _Opened] = _open_web if is_web else _open_file_system
-    version, num_failed, place = "", 0, 0
-    part.unlink(missing_ok=True)
+    version, num_failed, place = file.version, 0, 0
+    if version and part.exists():
+        place = part.stat().st_size
     while True:
         before = place
         why: str
         try:
             opened = opener(url, place, version)
+            if file.version not in ("", opened.version):
+                raise DataError(Fault(KEY, f"{url} has changed meanwhile", fix="start again"))
             version, place = opened.version, opened.start
             with opened.content as content, part.open("r+b" if place else "wb") as out:
                 out.truncate(place)
@@ -303,15 +421,14 @@ def _download(url: str, part: Path) -> None:
                 isinstance(error, HTTPError) and error.code in LASTING_CODES
             )
             if is_lasting and not isinstance(error, HTTPException):
-                _fail(url, why, part, error)
+                _fail(url, why, error)
         num_failed = 0 if place > before else num_failed + 1
         if num_failed >= ATTEMPTS:
-            _fail(url, f"{why}, {ATTEMPTS} times in a row", part, None)
+            _fail(url, f"{why}, {ATTEMPTS} times in a row", None)
         time.sleep(PAUSE_S * 2**num_failed)
 
 
-def _fail(url: str, why: str, part: Path, error: Exception | None) -> None:
-    part.unlink(missing_ok=True)
+def _fail(url: str, why: str, error: Exception | None) -> None:
     if isinstance(error, ImportError):
         with _file_system_errors(url):
             raise error

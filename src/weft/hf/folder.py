@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.config.hf.mapping import SCORE
-from weft.config.hf.safetensors_files import DTYPES, TensorEntry
+from weft.config.hf.safetensors_files import STORED_DTYPES, TensorEntry
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
@@ -43,7 +43,10 @@ class MappedFiles:
             return torch.empty(box.shape, dtype=dtype)
         count = (entry.stop - entry.start) // dtype.itemsize
         flat = torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start)
-        return flat.view(entry.shape)[box.slices]
+        if entry.swapped is None:
+            return flat.view(entry.shape)[box.slices]
+        in_file = entry.transposed(*entry.swapped).shape
+        return flat.view(in_file).transpose(*entry.swapped)[box.slices]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._lock:
@@ -172,7 +175,7 @@ class HfFolder:
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
     """torch's type of a stored tensor."""
-    name, _ = DTYPES[entry.dtype]
+    name, _ = STORED_DTYPES[entry.dtype]
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.hf.safetensors_files import TensorEntry
+from weft.config.hf.safetensors_files import INTEGERS, TensorEntry
 from weft.core.model_config import ModelConfig
 from weft.data.tokenizer import FILE, FileTokenizer, open_tokenizer
 from weft.errors import CheckpointError, DataError, Fault
@@ -109,6 +109,8 @@ def is_finite(entry: TensorEntry) -> bool:
     Raises:
         CheckpointError: its file cannot be read.
     """
+    if entry.dtype in INTEGERS:
+        return True
     bits, mask = EXPONENT_MASKS[entry.dtype]
     try:
         with open_regular(entry.file, within=entry.file.parent) as file:

@@ -25,6 +25,7 @@ from weft.hf.export_hf import ExportedModel
 from weft.hf.gguf_model import (
     ARCHITECTURES,
     CONVERTER,
+    GEMMA_USUAL,
     GGUFTensor,
     add_fields,
     context_length,
@@ -84,6 +85,9 @@ def export_gguf(
     length = context_length(model.config)
     if length < model.config.get("max_position_embeddings", 0):
         lines.append(f"context of {length:,} positions, the window: llama.cpp has none here")
+    others = [name for name, usual in GEMMA_USUAL.items() if model.config.get(name, usual) != usual]
+    if others:
+        lines.append(f"{', '.join(others)}: read by llama.cpp since 2026, not by earlier ones")
     if vocabulary.note:
         lines.append(vocabulary.note)
     return TransferResult((*lines, str(comparison)), is_equal=comparison.is_equal)
@@ -193,6 +197,8 @@ def _values(
     value = read[0] if len(tensor.shape) == read[0].ndim else torch.stack(read)
     if tensor.num_heads:
         value = _in_pairs(value, tensor.num_heads)
+    if tensor.added:
+        value = value + tensor.added
     return value.contiguous().numpy()
 
 

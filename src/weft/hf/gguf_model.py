@@ -30,8 +30,15 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
 }
 """Model type of config.json -> GGUF's name of the architecture."""
+GEMMA = "gemma3_text"
+"""The type whose windows llama.cpp computes, and whose norms multiply by what it stores, not by one more."""
+GEMMA_27B_LAYERS = 62
+"""By them llama.cpp knows the model whose scores are divided by another root."""
+GEMMA_USUAL = {"sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0}
+"""What llama.cpp before 2026 takes, whatever a file says."""
 STORED_BY_INPUT = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 """GPT-2's linears, [in, out]; GGUF has [out, in]."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -62,6 +69,15 @@ def model_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     if not config.get("norm_topk_prob", True):
         what = "llama.cpp divides the weights of the chosen experts by their sum"
         yield Fault("model.norm_topk_prob", what, got="False", need="True", fix=CONVERTER)
+    if kind == GEMMA:
+        size = config["head_dim"]
+        if config["num_hidden_layers"] == GEMMA_27B_LAYERS:
+            size = config["hidden_size"] // config["num_attention_heads"]
+        scalar = config["query_pre_attn_scalar"]
+        if scalar != size:
+            what = "llama.cpp divides scores by the root of another number"
+            key = "model.query_pre_attn_scalar"
+            yield Fault(key, what, got=str(scalar), need=str(size), fix=CONVERTER)
     yield from _rope_faults(config)
 
 
@@ -72,6 +88,8 @@ def _rope_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     is_known = name in ROPE_KEYS
     if name == "llama3":
         is_known = ARCHITECTURES[config["model_type"]] == "llama"
+    if name == "yarn" and config["model_type"] == GEMMA:
+        is_known = False
     constants: dict[str, Any] = {}
     if name == "yarn":
         gain = 0.1 * math.log(scaling["factor"]) + 1.0
@@ -89,14 +107,16 @@ def _rope_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     ]
     if others or not is_known:
         need = "linear, yarn with its usual constants, or llama3 for LLaMA and Mistral"
+        if config["model_type"] == GEMMA:
+            need = "linear"
         got = ", ".join([name, *others])
         yield Fault("model.rope_scaling", "llama.cpp has no such", got, need, CONVERTER)
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Positions that llama.cpp computes as the model does: it has no sliding windows for these architectures."""
+    """Positions that llama.cpp computes as the model does: it has sliding windows for Gemma alone."""
     length = int(config.get("max_position_embeddings") or config["n_positions"])
-    window = config.get("sliding_window")
+    window = config.get("sliding_window") if config["model_type"] != GEMMA else None
     return min(length, int(window)) if window else length
 
 
@@ -122,6 +142,10 @@ def add_fields(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
+    if config["model_type"] == GEMMA:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+        writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
     if config["model_type"] == "qwen3_moe":
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -170,6 +194,7 @@ class GGUFTensor:
         is_transposed: whether the folder's tensor is stored as [in, out].
         num_heads: heads whose rows go from halves to neighbouring pairs; 0: rows stay.
         is_wide: whether it is stored in 32 bits, whatever the type of the others.
+        added: to each value.
     """
 
     name: str
@@ -178,6 +203,7 @@ class GGUFTensor:
     is_transposed: bool
     num_heads: int
     is_wide: bool
+    added: float
 
 
 def tensors_of(
@@ -221,6 +247,7 @@ def tensors_of(
                 is_transposed,
                 num_heads=int(heads[projection[1]] or 0) if is_paired and projection else 0,
                 is_wide=len(shape) == 1 or "ffn_gate_inp" in stacked or "position" in stacked,
+                added=float(kind == GEMMA and parts[0].endswith("norm.weight")),
             )
         )
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.config.hf.mapping import EXPERT, SCORE, HFMapping, Slice, WeightMapping, WeightRule
 from weft.config.hf.read_config import hf_mappings
-from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some
+from weft.config.hf.safetensors_files import DTYPES, INTEGERS, TensorEntry, list_some
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.placement import ParamSource, Placement, placements
@@ -233,7 +233,7 @@ def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]
     first = entries[0]
     for entry, name in zip(entries, names, strict=True):
         where = str(entry.file)
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in (INTEGERS if rule.is_integer else DTYPES):
             what = f"{name} is of a type that parameters cannot have"
             fix = "quantized weights have to be turned into bfloat16 first"
             return Fault(where, what, got=entry.dtype, fix=fix)

@@ -142,12 +142,14 @@ class HFTensor:
 
     Attributes:
         keep_float32: never stored in fewer than 32 bits.
+        is_integer: stored as whole numbers.
     """
 
     name: str
     shape: Shape
     placements: tuple[Placement, ...]
     keep_float32: bool
+    is_integer: bool = False
 
     def copies(self, box: Box) -> Iterator[Copy]:
         """The parameters' entries that make up a box of the tensor."""
@@ -211,12 +213,15 @@ def hf_tensors(
     _check_params(rules, shapes, ties=ties, where=where)
     placed: dict[str, list[Placement]] = {}
     wide: set[str] = set()
+    integers: set[str] = set()
     for rule in rules:
         owner = ties.get(rule.param, rule.param)
         for placement in _placements(rule, owner, shapes[owner]):
             placed.setdefault(placement.tensor, []).append(placement)
             if rule.keep_float32:
                 wide.add(placement.tensor)
+            if rule.is_integer:
+                integers.add(placement.tensor)
     found = []
     for name, parts in placed.items():
         found.append(
@@ -225,6 +230,7 @@ def hf_tensors(
                 shape=parts[0].tensor_shape,
                 placements=tuple(parts),
                 keep_float32=name in wide,
+                is_integer=name in integers,
             )
         )
     return tuple(found)

@@ -62,6 +62,7 @@ def list_text_tensors(folder: Path, *, family: str) -> TextTensors:
         number = counted(others.total(), "tensor")
         notes.insert(0, f"the text part alone is read, without {number} of {parts}")
     entries = {names[name]: entry for name, entry in listed.items() if name in names}
+    entries |= {names[name]: listed[name].transposed(*dims) for name, dims in named.swapped.items()}
     return TextTensors(entries, tuple(notes))
 
 
@@ -79,12 +80,14 @@ class _Named:
         text: name -> name in the decoder, of those of the text part.
         published: the same, as transformers writes the decoder, of those that it puts together in
             memory, such as one tensor an expert.
+        swapped: name -> two dims that lie in the other order in the whole model's folders.
         changed: those whose values it changes in another way than those of the decoder.
         note: what could not be compared.
     """
 
     text: Mapping[str, str]
     published: Mapping[str, str]
+    swapped: Mapping[str, tuple[int, int]]
     changed: frozenset[str]
     note: str
 
@@ -99,9 +102,10 @@ def _named(config_text: str, listed: tuple[tuple[str, tuple[int, ...]], ...]) ->
     whole_config, text = whole_config_of(config), text_config_of(config)
     placed = placed_text(whole_config, text)
     at = placed.at
-    loading, own_loading = _Renaming(placed.whole), _Renaming(placed.decoder)
+    loading, own_loading = Renaming(placed.whole), Renaming(placed.decoder)
     names: dict[str, str] = {}
     combined: dict[str, str] = {}
+    swapped: dict[str, tuple[int, int]] = {}
     changed = set[str]()
     for name, shape in listed:
         renamed = loading.renamed(name)
@@ -115,14 +119,17 @@ def _named(config_text: str, listed: tuple[tuple[str, tuple[int, ...]], ...]) ->
         _, own_operations = own_loading.converted(own)
         if converted != renamed and _words(operations) == _words(own_operations or ()):
             combined[name] = own
+        elif (dims := _swapped_dims(operations)) is not None:
+            swapped[name] = dims
         else:
             changed.add(name)
     published = own_loading.published() if combined else {}
     found = {name: published[own] for name, own in combined.items() if own in published}
-    return _Named(names, found, frozenset(changed), check_text_part(whole_config, text))
+    note = check_text_part(whole_config, text)
+    return _Named(names, found, swapped, frozenset(changed), note)
 
 
-class _Renaming:
+class Renaming:
     """How transformers names the tensors of a folder as it loads them.
 
     Args:
@@ -171,6 +178,13 @@ class _Renaming:
         shapes = {name: tuple(x.shape) for name, x in self._lm.named_parameters()}
         tensors = {tensor for tensor, _, _ in stored_tensors(self._lm, shapes)}
         return {self.renamed(tensor): tensor for tensor in tensors}
+
+
+def _swapped_dims(operations: tuple[Any, ...]) -> tuple[int, int] | None:
+    """The dims that operations swap, where they do nothing else."""
+    if [type(each).__name__ for each in operations] != ["Transpose"]:
+        return None
+    return operations[0].dim0, operations[0].dim1
 
 
 def _words(operations: Iterable[Any]) -> list[tuple[str, Any]]:

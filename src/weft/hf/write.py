@@ -19,14 +19,14 @@ from torch import Tensor
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.source import Source
 from weft.config.hf.read_config import CONFIG
-from weft.config.hf.safetensors_files import DTYPES, INDEX, SINGLE_FILE
+from weft.config.hf.safetensors_files import INDEX, SINGLE_FILE, STORED_DTYPES
 from weft.core.axes import Box
 from weft.hf.folder import slabs
 from weft.hf.placement import HFTensor
 from weft.hf.sidecar import reject_existing
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    getattr(torch, name): stored for stored, (name, _) in DTYPES.items()
+    getattr(torch, name): stored for stored, (name, _) in STORED_DTYPES.items()
 }
 """torch's type -> safetensors' name."""
 ALIGNMENT = 8
@@ -57,6 +57,8 @@ def choose_dtypes(
 
 
 def _file_dtype(tensor: HFTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    if tensor.is_integer:
+        return torch.int64
     if asked is None:
         return stored
     if not tensor.keep_float32:

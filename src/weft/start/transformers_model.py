@@ -16,6 +16,9 @@ from weft.errors import Fault, PlanError, counted
 from weft.models import FAMILIES
 from weft.parallel.tp import AXIS as TP
 
+LARGEST_WHOLE = {"bfloat16": 2**8, "float16": 2**11}
+"""Type -> the number up to which it has all whole ones."""
+
 
 def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     """The run with the axes that its layout can shard, and what is said of them.
@@ -41,6 +44,7 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     packs = run.data.packing != "single" and packs_documents(run.data)
     model_type = model_type_of(run.model.name)
     _check_context(model_type, values)
+    _check_whole_numbers(run, model_type, values)
     notes = list(_notes(model_type, values, packs_documents=packs))
     if run.precision.linears == "fp8":
         notes += _experts_not_in_fp8(run, family.facts(run.model).shapes)
@@ -71,6 +75,24 @@ def _check_context(model_type: str, values: Mapping[str, Any]) -> None:
         fix = f"--model.max_seq_len {context}"
         fault = Fault("model.max_seq_len", what, str(longest), f"at most {context}", fix)
         raise PlanError(fault)
+
+
+def _check_whole_numbers(run: Run, model_type: str, values: Mapping[str, Any]) -> None:
+    """Check that the types of the run hold the numbers of experts that a folder has for each token.
+
+    Raises:
+        PlanError: one does not.
+    """
+    from weft.models.transformers.build import architecture_of  # it imports torch
+
+    experts = values.get("experts", 0)
+    types = {name: getattr(run.precision, name) for name in ("params", "compute")}
+    is_too_narrow = any(experts > LARGEST_WHOLE.get(dtype, experts) for dtype in types.values())
+    if is_too_narrow and architecture_of(model_type, values).integers:
+        what = f"does not hold the numbers of {experts} experts, of which each token has some"
+        name, dtype = next((k, v) for k, v in types.items() if v in LARGEST_WHOLE)
+        fix = f"--precision.{name} float32"
+        raise PlanError(Fault(f"precision.{name}", what, got=dtype, need="float32", fix=fix))
 
 
 def _check_blocks(run: Run) -> None:

@@ -53,6 +53,10 @@ def select_folder(
     if not isinstance(folder, str):
         return NO_FOLDER, ()
     asked = {**file, **flags}
+    if "://" in folder and not _sets_all_fields(asked, families):
+        need = "a folder of this machine"
+        fix = "download the folder, and name it here"
+        return NO_FOLDER, (Fault(KEY, "is a URL", got=repr(folder), need=need, fix=fix),)
     try:
         found = describe_folder(Path(folder), _candidates(asked, families))
     except CheckpointError as error:

@@ -239,6 +239,7 @@ class WeightRule:
             rules.
         transposed: the parameter is the transpose of (that part of) the tensor.
         keep_float32: never stored in fewer than 32 bits, whatever the dtype of the others.
+        is_integer: whether the tensor holds whole numbers.
         write_alias: a tied alias that is written although its owner is, too.
     """
 
@@ -248,6 +249,7 @@ class WeightRule:
     part: TensorPart | None = None
     transposed: bool = False
     keep_float32: bool = False
+    is_integer: bool = False
     write_alias: bool = False
 
     def expand(self, indices: IndexSets) -> Iterator[WeightRule]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -26,6 +26,9 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "F16": ("float16", 2),
 }
 """safetensors' name of a type that parameters may have -> torch's, bytes of one entry."""
+INTEGERS: Mapping[str, tuple[str, int]] = {"I64": ("int64", 8), "I32": ("int32", 4)}
+"""The same of tables of whole numbers."""
+STORED_DTYPES = {**DTYPES, **INTEGERS}
 MAX_HEADER_BYTES = 25_000_000
 """The limit of the Hugging Face hub's reader; safetensors' own is 100 MB."""
 MAX_INDEX_BYTES = 32 * MIB
@@ -36,13 +39,24 @@ MAX_DIMS = 16
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: type as safetensors names it, and its bytes `start` to `stop` of the file."""
+    """One tensor: type as safetensors names it, and its bytes `start` to `stop` of the file.
+
+    Attributes:
+        swapped: two dims that lie in the other order in the file.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    swapped: tuple[int, int] | None = None
+
+    def transposed(self, first: int, second: int) -> TensorEntry:
+        """The tensor with two dims swapped, read from the same bytes."""
+        shape = list(self.shape)
+        shape[first], shape[second] = shape[second], shape[first]
+        return replace(self, shape=tuple(shape), swapped=(first, second))
 
 
 def list_tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -254,9 +268,9 @@ def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
         raise CheckpointError(
             Fault(str(entry.file), "is cut short", got=got, fix="download the file again")
         )
-    if entry.dtype not in DTYPES:
+    if entry.dtype not in STORED_DTYPES:
         return
-    _, entry_bytes = DTYPES[entry.dtype]
+    _, entry_bytes = STORED_DTYPES[entry.dtype]
     num_bytes = entry.stop - entry.start
     if num_bytes != entry_bytes * math.prod(entry.shape):
         got = f"{num_bytes} bytes for {entry.dtype} {list(entry.shape)}"

@@ -31,7 +31,7 @@ def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
         return config
     text = whole.get_text_config(decoder=True)
     model_type = next(_decoders_of(text.model_type), None)
-    if model_type is None:
+    if model_type in (None, whole.model_type):  # or the whole model, whose layers attend to images
         what = f"{whole.model_type}: transformers has no decoder for its text part"
         fix = "the folder of a model of text (docs/huggingface.md)"
         raise CheckpointError(Fault("config.json", what, got=text.model_type, fix=fix))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from types import MethodType
 
+import torch
 from torch import nn
 
 WITHIN_CONTEXT = ("dynamic", "longrope")
@@ -23,13 +24,13 @@ def transposed_linears(lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def buffers_in_folders(lm: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, name, path) of the numbers that folders hold beside parameters, such as the correction
-    biases of routers.
+    biases of routers, and tables of the experts of each token.
     """
     stored = lm.state_dict().keys()
     for path, module in lm.named_modules():
         for name, buffer in list(module._buffers.items()):
             full = f"{path}.{name}".lstrip(".")
-            if full in stored and buffer is not None and buffer.is_floating_point():
+            if full in stored and buffer is not None and buffer.dtype != torch.bool:
                 yield module, name, full
 
 

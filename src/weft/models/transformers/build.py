@@ -194,9 +194,11 @@ class Architecture:
         shapes: name of a parameter, as transformers has it -> shape.
         transposed: names of weights that transformers has as [in, out].
         kept: names of buffers of transformers that are parameters here.
+        integers: names of those that hold whole numbers.
         experts: names of parameters whose first dim counts experts.
         stored_buffers: names of buffers that transformers stores in a folder, and weft does not.
         untrained: names of parameters that no gradient of the loss reaches.
+        parts_run: whether forward and backward of its parts run without values.
     """
 
     config: Any
@@ -204,9 +206,11 @@ class Architecture:
     shapes: Mapping[str, tuple[int, ...]]
     transposed: frozenset[str]
     kept: frozenset[str]
+    integers: frozenset[str]
     experts: frozenset[str]
     stored_buffers: frozenset[str]
     untrained: frozenset[str] = frozenset()
+    parts_run: bool = False
 
 
 def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
@@ -219,7 +223,9 @@ def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
 
 
 TRIES = ((NAME, True), (NAME, False), (EAGER, True), (EAGER, False))
-"""Implementation of attention, and whether the forward gets a mask: the first that runs is taken."""
+"""Implementation of attention, and whether the forward gets a mask. Of the first implementation that
+runs, without a mask where its parts do not run with one.
+"""
 
 
 @functools.lru_cache(maxsize=64)
@@ -228,12 +234,21 @@ def _architecture(model_type: str, text: str) -> Architecture:
     values = json.loads(text)
     config = config_of(model_type, values)
     errors: list[PlanError] = []
+    found: list[Architecture] = []
     for implementation, has_mask in TRIES:
+        if found and found[0].captured.implementation != implementation:
+            break
         try:
-            return _run(config, implementation, values["layers"], has_mask=has_mask)
+            run = _run(config, implementation, values["layers"], has_mask=has_mask)
         except PlanError as error:
             errors.append(error)
-    raise errors[0]
+            continue
+        if run.parts_run:
+            return run
+        found.append(run)
+    if not found:
+        raise errors[0]
+    return found[0]
 
 
 def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -> Architecture:
@@ -246,8 +261,8 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     except Exception as error:
         what = f"transformers cannot build it: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes, or another architecture")) from error
-    named = lm.named_parameters(remove_duplicate=False)
-    shapes = {name: tuple(param.shape) for name, param in named}
+    params = dict(lm.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
     captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
     buffers = frozenset(lm.state_dict()) - shapes.keys()
     found = Architecture(
@@ -256,6 +271,7 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
         shapes=shapes,
         transposed=transposed,
         kept=kept,
+        integers=frozenset(name for name in kept if not params[name].is_floating_point()),
         experts=expert_params(lm),
         stored_buffers=buffers,
     )
@@ -263,14 +279,15 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     if unused:
         what = f"{counted(len(unused), 'parameter')} that no token of a text passes"
         raise PlanError(Fault(KEY, what, got=min(unused), fix=OTHER))
-    return replace(found, untrained=_untrained(lm, found))
+    untrained = _untrained(lm, found)
+    return replace(found, untrained=untrained or frozenset(), parts_run=untrained is not None)
 
 
-def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str]:
+def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str] | None:
     """What transformers does not train either: indexers that yield places alone, biases of another
     head, attention to an encoder that is not there.
 
-    None where the backward fails without values.
+    None: the backward fails without values.
     """
     own_names = param_names(found)
 
@@ -290,7 +307,7 @@ def _untrained(lm: nn.Module, found: Architecture) -> frozenset[str]:
             example = replace(example, draw_keys=keys)
             return backward_apart(lambda: run_without_memory(run, blocks, example))
     except Exception:  # noqa: BLE001 - the checks of the run say what fails
-        return frozenset()
+        return None
 
 
 def param_names(found: Architecture) -> dict[str, str]:

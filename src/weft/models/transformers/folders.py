@@ -148,7 +148,11 @@ class FolderConfig:
         found = architecture_of(self.model_type, self._values(cfg))
         for name, own in param_names(found).items():
             yield WeightRule(
-                name, own, transposed=own in found.transposed, keep_float32=own in found.kept
+                name,
+                own,
+                transposed=own in found.transposed,
+                keep_float32=own in found.kept,
+                is_integer=own in found.integers,
             )
 
     def _values(self, cfg: Any) -> dict[str, Any]:

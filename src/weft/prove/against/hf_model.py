@@ -20,6 +20,7 @@ from weft.config.hf.read_config import CONFIG
 from weft.config.hf.safetensors_files import list_some
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
+from weft.hf.text_tensors import Renaming
 from weft.prove.against.float64 import compute_in_float64
 from weft.prove.against.hf_weights import export
 
@@ -152,14 +153,17 @@ def read_as_stored(model: nn.Module, folder: Path) -> None:
     modules declare that type, whatever type is asked for.
 
     Raises:
-        CheckpointError: such a tensor lies in the folder under another name.
+        CheckpointError: such a tensor is not in the folder.
     """
     rounded = {name for name, x in model.state_dict().items() if x.dtype == torch.float32}
     tensors = model.double().state_dict()
+    renaming = Renaming(model)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
-            for name in rounded.intersection(stored.keys()):
-                tensors[name].copy_(stored.get_tensor(name))
+            listed = stored.keys()
+            names = {own: name for name in listed for own in (renaming.renamed(name), name)}
+            for name in rounded.intersection(names):
+                tensors[name].copy_(stored.get_tensor(names[name]))
                 rounded.remove(name)
     if rounded:
         what = f"transformers rounds {list_some(sorted(rounded))} to float32"

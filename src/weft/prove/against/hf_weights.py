@@ -47,7 +47,8 @@ class HFWeights:
         """
         entries = {}
         for name, tensor in state.items():
-            entries[name] = TensorEntry(Path(STATE), "F64", tuple(tensor.shape), 0, 0)
+            dtype = "F64" if tensor.is_floating_point() else "I64"
+            entries[name] = TensorEntry(Path(STATE), dtype, tuple(tensor.shape), 0, 0)
         matched = match_tensors(
             mapping.weights, cfg, entries, ties=FAMILIES[cfg.family].ties(cfg), folder=STATE
         )
