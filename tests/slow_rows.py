@@ -463,7 +463,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     ),
     "planner/test_order_costs.py::test_explain_says_what_a_bad_order_costs": (),
     "planner/test_recompute_choice.py::test_a_run_records_its_choice_and_a_resume_keeps_it_while_it_fits": (),
-    "planner/test_recompute_choice.py::test_compiled_blocks_are_not_recomputed_selectively": (),
+    "planner/test_recompute_choice.py::test_compiled_blocks_recompute_as_others_do": (),
     "planner/test_recompute_choice.py::test_early_ranks_of_1f1b_recompute_more": (),
     "planner/test_repeated.py::test_buckets_of_several_blocks_are_measured_with_all_blocks": (
         "zero_bubble",

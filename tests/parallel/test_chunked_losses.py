@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,7 @@ from weft.config.load import load
 from weft.config.run import has_chunked_losses, plan_of
 from weft.core.axes import span
 from weft.models import FAMILIES
-from weft.models.common import head_output
+from weft.models.common import compiler, head_output
 from weft.models.common.batch import IGNORE
 from weft.models.common.head_output import (
     LOGITS,
@@ -84,7 +82,7 @@ def test_losses_and_gradients_equal_those_of_whole_logits(
     monkeypatch, is_ahead, reduced, has_bias, is_compiled
 ):
     """With a bias the gradient of logits has the weights of rows; without one x and dx get them."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
     head_output._compiled.cache_clear()
     case = Case()
     case.bias.requires_grad_(has_bias)

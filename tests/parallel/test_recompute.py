@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.live import Live
@@ -19,9 +20,12 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.layout.recomputation import RecomputeMode, read_policy
 from weft.models import FAMILIES
+from weft.models.common import compiler
 from weft.models.common.batch import Batch, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
+from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.recompute.blocks import FullRecompute, RecomputedBlock, recompute_blocks
+from weft.parallel.recompute.recomputed_tensor import memory_of
 from weft.parallel.recompute.selective import SelectiveRecompute
 from weft.testing import run_ranks
 
@@ -82,6 +86,29 @@ STATS = H + K
 )
 def test_a_layer_saves_what_the_formula_says(mode: RecomputeMode, numbers: int) -> None:
     assert saved_by_layer(mode, torch.float32) == 4 * B * S * numbers
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's own code
+def test_a_compiled_layer_saves_what_selective_recomputation_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for a number of each token and norm, its root mean square."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
+    block = compiled_block("layer0", llama_layer(), drops_out=False, recompute="selective")
+    x = some_input()
+    given = {memory_of(tensor) for tensor in (x, *block.parameters())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x, some_batch())
+    num_bytes = sum(size for memory, size in saved.items() if memory not in given)
+    assert num_bytes == 4 * B * S * (SELECTIVE + STATS + 2)
+    y.sum().backward()
 
 
 def test_in_bfloat16_selective_saves_no_float32_copies_of_norms() -> None:

@@ -84,7 +84,7 @@ def test_every_rank_fits_and_one_layer_less_does_not(name: str) -> None:
     most = max(peaks_of(run, "none"))
     least = max(peaks_of(run, "full"))
     limit = 0.65 * least + 0.35 * most
-    choice = choose_recompute(MeasuredRun.of(run), limit, is_on_gpu=False)
+    choice = choose_recompute(MeasuredRun.of(run), limit)
     assert list(choice.peaks) == peaks_of(run, choice.policy.text)  # by all blocks, not five
     assert list(choice.peaks_without) == peaks_of(run, "none")
     assert max(choice.peaks) <= limit
@@ -100,17 +100,17 @@ def test_every_rank_fits_and_one_layer_less_does_not(name: str) -> None:
 def test_early_ranks_of_1f1b_recompute_more() -> None:
     run = run_of("--model.layers 8 --mesh pp4 --batch.global_size 16")
     limit = 1.05 * peaks_of(run, "none")[2]
-    choice = choose_recompute(MeasuredRun.of(run), limit, is_on_gpu=False)
+    choice = choose_recompute(MeasuredRun.of(run), limit)
     modes = [choice.policy.of_layers(stage, 2) for stage in range(4)]
     assert modes[0] != ("none", "none")
     assert modes[2] == modes[3] == ("none", "none")
 
 
-def test_compiled_blocks_are_not_recomputed_selectively() -> None:
+def test_compiled_blocks_recompute_as_others_do() -> None:
     run = run_of("--model.layers 4 --mesh dp2 --compile blocks --batch.global_size 8")
-    none, full = max(peaks_of(run, "none")), max(peaks_of(run, "full"))
-    choice = choose_recompute(MeasuredRun.of(run), (none + full) / 2, is_on_gpu=False)
-    assert choice.policy.modes == {"full", "none"}
+    plain = run.with_values({"compile": "off"})
+    for mode in ("none", "selective", "full"):
+        assert peaks_of(run, mode) == peaks_of(plain, mode)
 
 
 def test_a_run_records_its_choice_and_a_resume_keeps_it_while_it_fits(
@@ -218,7 +218,7 @@ def test_the_choice_is_that_of_measurements_of_every_level(name: str) -> None:
         for each in ("none", "full")
     )
     limit = (1 - share) * full + share * none
-    choice = choose_recompute(MeasuredRun.of(run), limit, is_on_gpu=False)
+    choice = choose_recompute(MeasuredRun.of(run), limit)
     assert choice.policy.text == policy
 
 
@@ -251,7 +251,7 @@ def test_offload_is_chosen_on_gpus_whose_rate_to_the_host_is_known(
     sizes = "--model.dim 8192 --model.heads 64 --model.kv_heads 8 --model.ffn 28672"
     run = run_of(f"{words} {sizes} --data.seq_len 2048")
     (peak,) = recompute_choice.peaks_of(MeasuredRun.of(run))
-    answer = auto_recompute._choice(run, 0.98 * peak, is_on_gpu=True, host_bytes=1e12)
+    answer = auto_recompute._choice(run, 0.98 * peak, host_bytes=1e12)
     assert read_policy(answer["policy"]).modes == {mode, "none"}
     assert (answer["copied_gb_s"] > 0) == (mode == "offload")
 
@@ -273,9 +273,9 @@ def test_activations_go_to_the_host_where_their_copies_take_no_time() -> None:
 
     def chosen(num_bytes: float, gb_s: float) -> RecomputeChoice:
         host = HostMemory(num_bytes, replace(device, host_gb_s=gb_s))
-        return choose_recompute(run, limit, is_on_gpu=True, host=host)
+        return choose_recompute(run, limit, host=host)
 
-    plain = choose_recompute(run, limit, is_on_gpu=True)
+    plain = choose_recompute(run, limit)
     found = chosen(1e12, 1e6)
     assert found.policy.modes == {"offload", "none"}
     assert max(found.peaks) <= limit
@@ -285,4 +285,4 @@ def test_activations_go_to_the_host_where_their_copies_take_no_time() -> None:
         "copies would be waited for"
     )
     assert chosen(1e5, 1e6) == plain, "the host has too little memory"
-    assert choose_recompute(run, none, is_on_gpu=True, host=HostMemory(1e12, device)).levels == (0,)
+    assert choose_recompute(run, none, host=HostMemory(1e12, device)).levels == (0,)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm import collectives
+from weft.comm import collectives, compiled_calls
 from weft.comm.backends import policy_of
 from weft.comm.collectives import LoweredOp
 from weft.comm.group import Group, axis_group, world_stages
@@ -69,6 +69,7 @@ class Comm:
             True at first; it may be switched, on every rank at the same point.
         wait_clock: measures the time in which this rank waits for calls; None: it is not measured.
         recorder: sees when each call is started and waited for; None: nothing is recorded.
+        handle: what compiled code knows this object by.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Comm:
         self.checked = True
         self.wait_clock: WaitClock | None = None
         self.recorder: CallProfiler | None = None
+        self.handle = compiled_calls.handle_of(self)
         self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
         self._has_device_calls = policy_of(self.device.type).is_stream_ordered
         if monitor is not None and isinstance(transport, CarriesOnDevice):
@@ -148,6 +150,8 @@ class Comm:
 
     def all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, in new memory."""
+        if torch.compiler.is_dynamo_compiling():
+            return compiled_calls.all_reduce(x, self.handle, self._group(axis), op)
         return self.start_all_reduce(x, axis, op=op).wait()
 
     def start_all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
@@ -166,6 +170,8 @@ class Comm:
         """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim`
         if they differ.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return compiled_calls.all_gather(x, self.handle, self._group(axis), dim, sizes)
         return self.start_all_gather(x, axis, dim=dim, sizes=sizes).wait()
 
     def start_all_gather(
@@ -194,6 +200,9 @@ class Comm:
         """This member's piece along `dim` of the reduction of every member's x; `sizes` are the
         pieces' lengths.
         """
+        if torch.compiler.is_dynamo_compiling():
+            group = self._group(axis)
+            return compiled_calls.reduce_scatter(x, self.handle, group, dim, op, sizes)
         return self.start_reduce_scatter(x, axis, dim=dim, op=op, sizes=sizes).wait()
 
     def start_reduce_scatter(
@@ -231,6 +240,9 @@ class Comm:
         """Piece j of x along dim 0 goes to member j; returns the received pieces in group order.
         Equal pieces by default.
         """
+        if torch.compiler.is_dynamo_compiling():
+            group = self._group(axis)
+            return compiled_calls.all_to_all(x, self.handle, group, send_sizes, recv_sizes)
         return self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes).wait()
 
     def start_all_to_all(

@@ -42,9 +42,19 @@ def copy_to_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """Identity; the gradient is all-reduced. For a replicated tensor that sharded layers read."""
     if comm.degree(axis) == 1:
         return x
-    return _differentiable(
-        x, lambda x: x.view_as(x), lambda grad: reduce_from_region(grad, comm, axis)
-    )
+    return _differentiable(x, same_values, lambda grad: reduce_from_region(grad, comm, axis))
+
+
+def same_values(x: Tensor) -> Tensor:
+    """x as another tensor on the same memory: the forward of a function that changes the gradient alone.
+
+    In compiled code no view: of two outputs of a graph, a tensor and a view of it by such a function,
+    torch 2.13 makes the second one from the first outside of the graph, without the function.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        unviewed: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+        return unviewed
+    return x.view_as(x)
 
 
 def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:

@@ -186,11 +186,6 @@ def token_exchange_axes() -> tuple[str, ...]:
     return _axes_where(exchanges_tokens)
 
 
-def block_axes() -> tuple[str, ...]:
-    """Axes whose transforms change what is computed inside of a block."""
-    return _axes_where(lambda dimension: bool(dimension.transform))
-
-
 def local_update_axes() -> tuple[str, ...]:
     """Axes along which model replicas train apart between outer steps."""
     return _axes_where(lambda dimension: dimension.local_updates)

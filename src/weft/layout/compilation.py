@@ -2,20 +2,30 @@
 
 Note [What is compiled]
     The forward of each block between the embedding and the head, as autograd differentiates it: one
-    graph for all blocks of one kind. What weft puts around a block (recomputation, gathering and
-    freeing of parameters, sums of gradients, messages of a pipeline) stays as it is. So the axes
-    whose transforms change the inside of a block, selective recomputation, which looks at each of
-    its operations, and schedules that split its backward in two run without compilation; so do
-    blocks that update buffers, whose values are recorded by Python code.
+    graph for all blocks of one kind. What weft puts around a block (its hooks, full recomputation,
+    gathering and freeing of parameters, sums of gradients, messages of a pipeline) stays as it is.
+
+    Of what is inside:
+
+        collectives of tp        operators of the graph, in the order of the forward: Note [Collectives in
+                                 compiled code] in comm/compiled_calls.py. Weight gradients are not
+                                 computed while the gradient of a region's input is reduced
+        selective recomputation  the compiler saves no result that fused operations yield from saved
+                                 ones; its backward computes them again
+        attention along cp,      run between compiled parts, as do attention in blocks of queries, and
+        dispatch to experts      embeddings and losses of a sharded vocabulary: what they do depends on the
+                                 values of a batch, or they compute while they wait
+        rotary angles            are computed before, once for all layers
+
+    Schedules that split a backward in two run without compilation; so do blocks that update buffers,
+    whose values are recorded by Python code, and blocks with dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
-from weft.core.dimension import block_axes
-from weft.core.mesh import Mesh
 from weft.errors import Fault
 
 Compile = Literal["off", "auto", "blocks"]
@@ -27,32 +37,12 @@ softmax and gradient are compiled (models/common/head_output.py).
 OFF = "--compile off"
 
 
-def compile_faults(
-    mesh: Mesh, *, recompute: Collection[str], splits_backward: bool, schedule: str
-) -> Iterator[Fault]:
+def compile_faults(*, splits_backward: bool, schedule: str) -> Iterator[Fault]:
     """Why the blocks of a layout cannot be compiled.
 
     Args:
-        recompute: modes of recomputation of layers.
         splits_backward: whether the schedule computes gradients of inputs and of weights apart.
     """
-    inside = [axis for axis in mesh.wide_axes if axis in block_axes()]
-    if inside:
-        yield Fault(
-            KEY,
-            f"blocks that communicate inside, along {' and '.join(inside)}, are not compiled",
-            got="blocks",
-            need="off",
-            fix=f"{OFF}, or a mesh without {' and '.join(inside)}",
-        )
-    if "selective" in recompute:
-        yield Fault(
-            KEY,
-            "selective recomputation looks at each operation of a block",
-            got="blocks",
-            need="off",
-            fix=f"{OFF}, or --parallel.recompute full or none",
-        )
     if splits_backward:
         yield Fault(
             KEY,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from weft.core.axes import data_axes, state_axes
-from weft.core.dimension import activation_axes, dimensions, pipeline_axis
+from weft.core.dimension import activation_axes, dimensions, pipeline_axis, position_axes
 from weft.core.mesh import WIDTH
 from weft.core.model_config import SAMPLE_NAMES, InputKind
 from weft.errors import counted
@@ -37,6 +37,7 @@ def explain(plan: Plan, *, kind: InputKind = "tokens") -> str:
     lines.extend(_batch_lines(plan, kind))
     lines.extend(_stage_lines(plan))
     lines.extend(_recompute_lines(plan))
+    lines.extend(_compile_lines(plan))
     lines.extend(_traffic_lines(plan))
     fitting: list[str] = []
     for line in lines:
@@ -105,6 +106,20 @@ def _recompute_lines(plan: Plan) -> list[str]:
         counts = Counter(policy.of_layers(index, len(layers_of(stage.blocks))))
         words = [f"{count} {mode}" for mode, count in counts.items()]
         lines.append(f"  stage {index}: {', '.join(words) or 'no layers'}")
+    return lines
+
+
+def _compile_lines(plan: Plan) -> list[str]:
+    """Which blocks are compiled, and what of them is not."""
+    if plan.compile == "off" or plan.compile_faults():
+        return []
+    where = " on GPUs" if plan.compile == "auto" else ""
+    lines = [f"torch.compile{where}: the blocks between embedding and head"]
+    for axis in plan.mesh.wide_axes:
+        if axis in position_axes():
+            lines.append(f"  attention along {axis} runs between compiled parts")
+        elif axis in activation_axes():
+            lines.append(f"  sums along {axis} in their backward are hidden behind nothing")
     return lines
 
 

@@ -207,18 +207,15 @@ class Plan(BaseModel):
 
     def compile_faults(self) -> tuple[Fault, ...]:
         """Why the blocks cannot be compiled in this layout; empty where they can."""
-        found = compile_faults(
-            self.mesh,
-            recompute=self.recompute_policy.modes,
-            splits_backward=self.splits_backward,
-            schedule=self.schedule_name,
-        )
+        found = compile_faults(splits_backward=self.splits_backward, schedule=self.schedule_name)
         return tuple(found)
 
     def compiles_blocks(self, device_type: str) -> bool:
-        """Whether blocks are compiled on devices of this type; "auto": on GPUs, where they can be."""
+        """Whether blocks are compiled on devices of this type; "auto": on GPUs, and on the meta device
+        in their place, where they can be.
+        """
         if self.compile == "auto":
-            return device_type == "cuda" and not self.compile_faults()
+            return device_type in ("cuda", "meta") and not self.compile_faults()
         return self.compile == "blocks"
 
     @property

@@ -78,7 +78,7 @@ class HostMemory:
 
 
 def choose_recompute(
-    run: MeasuredRun, limit: float, *, is_on_gpu: bool, host: HostMemory | None = None
+    run: MeasuredRun, limit: float, *, host: HostMemory | None = None
 ) -> RecomputeChoice:
     """The least recomputation with which each rank holds at most `limit` bytes; the most where none
     does. Activations on the host instead, where that takes no time.
@@ -94,7 +94,7 @@ def choose_recompute(
     if problem and not can_be_repeated(plan):
         fix = f"--{KEY} selective or full"
         raise PlanError(Fault(KEY, f"auto cannot measure the layout: {problem}", fix=fix))
-    measured = _MeasuredLevels(run.with_plan(plan), is_compiled=_is_compiled(plan, is_on_gpu))
+    measured = _MeasuredLevels(run.with_plan(plan))
     if host is not None:
         offload = replace(measured, offloads=True)
         offloaded = _choice(offload, limit)
@@ -157,10 +157,6 @@ def least_level(num_levels: int, peak: Callable[[int], int], limit: float) -> in
     return high
 
 
-def _is_compiled(plan: Plan, is_on_gpu: bool) -> bool:
-    return plan.compiles_blocks("cuda" if is_on_gpu else "cpu")
-
-
 @dataclass
 class _MeasuredLevels:
     """Peaks and FLOPs of ranks at levels of recomputation; equal ranks are measured once.
@@ -171,14 +167,12 @@ class _MeasuredLevels:
 
     Attributes:
         run: without recomputation.
-        is_compiled: blocks are compiled, which selective recomputation does not allow.
         offloads: layers are offloaded in place of being recomputed.
         steps: of whole ranks.
         short_steps: of ranks with the blocks that are measured.
     """
 
     run: MeasuredRun
-    is_compiled: bool = False
     offloads: bool = False
     steps: dict[object, RankStep] = field(default_factory=dict)
     short_steps: dict[object, RankStep] = field(default_factory=dict)
@@ -197,14 +191,14 @@ class _MeasuredLevels:
     def num_levels(self, row: int) -> int:
         """The last level of a rank."""
         num_layers = sum(map(len, self._layers(row).values()))
-        return num_layers if self.is_compiled or self.offloads else 2 * num_layers
+        return num_layers if self.offloads else 2 * num_layers
 
     def modes(self, row: int, level: int) -> Mapping[int, tuple[RecomputeMode, ...]]:
         """What the layers of a rank do at a level, by stage; see Note [Levels of recomputation]."""
         found: dict[int, tuple[RecomputeMode, ...]] = {}
         layers = self._layers(row)
         num_layers = sum(map(len, layers.values()))
-        num_full = level if self.is_compiled else max(0, level - num_layers)
+        num_full = max(0, level - num_layers)
         num_recomputed = min(level, num_layers)
         modes: list[RecomputeMode] = ["none"] * num_layers
         modes[:num_recomputed] = ["selective"] * num_recomputed

@@ -91,6 +91,8 @@ def _install() -> Any:
     for op in _operators_that_draw():
         kernel = _drawing_kernel(op, torch._C._dispatch_keyset_full_after(KEY), default)
         DRAWING.impl(op, kernel, KEY, with_keyset=True)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(key)  # they have no fallback; those of compiled code draw nothing
     vars(torch.random)["default_generator"] = _GeneratorOfThread()
     return key
 

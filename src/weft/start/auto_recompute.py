@@ -106,7 +106,7 @@ def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenRecomp
     host_bytes = None
     if is_on_gpu and (before_ranks or detect(os.environ) is not None):
         host_bytes = (1 - HEADROOM) * machine_bytes() / num_local_ranks(run)
-    choose = partial(_choice, plain, limit.num_bytes, is_on_gpu=is_on_gpu, host_bytes=host_bytes)
+    choose = partial(_choice, plain, limit.num_bytes, host_bytes=host_bytes)
     answer = _answer(choose, before_ranks=before_ranks)
     peak = max(answer["peaks"])
     reasons = [_fit(peak, limit) if peak <= limit.num_bytes else _misfit(peak, limit)]
@@ -183,7 +183,7 @@ def _answer(measure: Callable[[], Answer], *, before_ranks: bool) -> Answer:
     return answer
 
 
-def _choice(run: Run, limit: float, *, is_on_gpu: bool, host_bytes: float | None) -> Answer:
+def _choice(run: Run, limit: float, *, host_bytes: float | None) -> Answer:
     """What is chosen.
 
     Args:
@@ -201,7 +201,7 @@ def _choice(run: Run, limit: float, *, is_on_gpu: bool, host_bytes: float | None
         known = [each for each in devices if each is not None and each.host_gb_s]
         if known and len(known) == len(devices):
             host = HostMemory(host_bytes, min(known, key=lambda each: each.host_gb_s))
-    choice = choose(MeasuredRun.of(run), limit, is_on_gpu=is_on_gpu, host=host)
+    choice = choose(MeasuredRun.of(run), limit, host=host)
     return {
         "policy": choice.policy.text,
         "peaks": choice.peaks,

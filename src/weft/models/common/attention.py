@@ -71,6 +71,7 @@ class FusedAttention:
     name = "fused"
     supports = ALL_FEATURES
     alternative = ""
+    left_out = ("_in_parts",)
 
     def __init__(self, device: AttentionDevice | None = None) -> None:
         self.device = device
@@ -97,7 +98,32 @@ class FusedAttention:
             if not call.is_dense:
                 allowed = _allowed_keys(spec.mask, q_BSHK.transpose(1, 2), documents)
             return _by_torch(q_BSHK, k_BSGK, v_BSGW, spec, allowed=allowed)
-        return _in_parts(q_BSHK, k_BSGK, v_BSGW, batch, spec, choice=Chosen(call, device, kernel))
+        chosen = Chosen(call, device, kernel)
+        return self._in_parts(q_BSHK, k_BSGK, v_BSGW, batch, spec, choice=chosen)
+
+    def _in_parts(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        *,
+        choice: Chosen,
+    ) -> Tensor:
+        """Documents and runs of queries, whose number depends on the values of a batch."""
+        call, device, kernel = choice
+        documents = batch.documents if call.has_documents else None
+        runs = None if documents is None else batch.document_runs
+        can_be_varlen = not has_no_memory(q_BSHK) and None not in (runs or ())
+        if kernel == "varlen" and can_be_varlen:
+            longest = max((len(run) for of_row in runs or () for run in of_row or ()), default=0)
+            borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
+            lengths = DocumentLengths(borders, longest or call.length)
+            return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
+        blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
+        attention = SequenceAttention(spec, blocks, documents, device)
+        return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
 class Chosen(NamedTuple):
@@ -106,30 +132,6 @@ class Chosen(NamedTuple):
     call: AttentionCall
     device: AttentionDevice
     kernel: KernelName
-
-
-def _in_parts(
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGW: Tensor,
-    batch: Batch,
-    spec: AttentionSpec,
-    *,
-    choice: Chosen,
-) -> Tensor:
-    """Documents and runs of queries, whose number depends on the values of a batch."""
-    call, device, kernel = choice
-    documents = batch.documents if call.has_documents else None
-    runs = None if documents is None else batch.document_runs
-    can_be_varlen = not has_no_memory(q_BSHK) and None not in (runs or ())
-    if kernel == "varlen" and can_be_varlen:
-        longest = max((len(run) for of_row in runs or () for run in of_row or ()), default=0)
-        borders = batch.document_borders if runs else _borders_of_sequences(q_BSHK)
-        lengths = DocumentLengths(borders, longest or call.length)
-        return varlen_attention(q_BSHK, k_BSGK, v_BSGW, lengths, spec)
-    blocks = row_blocks(call, device, runs)  # which repeat heads for a kernel, and keep none
-    attention = SequenceAttention(spec, blocks, documents, device)
-    return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
 def _by_torch(

@@ -336,6 +336,8 @@ class Dispatch(nn.Module):
     rejects what it lacks.
     """
 
+    left_out = ("forward",)
+
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -210,12 +211,27 @@ def share_angles(blocks: Iterable[nn.Module]) -> None:
                 module.shared = shared
 
 
+@contextmanager
+def given_angles(ropes: Sequence[Rope], positions_BS: Tensor) -> Iterator[None]:
+    """Inside the block, compiled code gets the angles of these positions. It computes none itself: its
+    cosines are rounded otherwise, and each layer would compute its own.
+    """
+    for rope in ropes:
+        rope.given = positions_BS, rope(positions_BS)
+    try:
+        yield
+    finally:
+        for rope in ropes:
+            rope.given = None
+
+
 class Rope(nn.Module):
     """Rotates queries and keys by angles that grow with the position; holds no tensor, see Note
     [Rotary layout].
 
     Attributes:
         shared: angles that other layers may have computed; None: each call computes them.
+        given: angles for compiled code, and the positions that they are of; see `given_angles`.
     """
 
     def __init__(self, head_size: int, *, theta: float, scaling: Scaling | None = None) -> None:
@@ -224,12 +240,17 @@ class Rope(nn.Module):
         self.theta = theta
         self.scaling = scaling
         self.shared: SharedAngles | None = None
+        self.given: tuple[Tensor, Angles] | None = None
 
     def forward(self, positions_BS: Tensor) -> Angles:
         """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision
         policy.
         """
-        if self.shared is None or torch.compiler.is_compiling():  # compiled code keeps no state
+        if torch.compiler.is_dynamo_compiling():  # compiled code keeps no state
+            if self.given is not None and self.given[0] is positions_BS:
+                return self.given[1]
+            return self._angles(positions_BS)
+        if self.shared is None:
             return self._angles(positions_BS)
         kind = (type(self), self.head_size, self.theta, self.scaling)
         return self.shared.of(positions_BS, kind, self._angles)

@@ -42,6 +42,7 @@ class BlockwiseAttention:
 
     supports = ALL_FEATURES
     alternative = "--parallel.context ulysses"
+    left_out = ("__call__",)
 
     def __init__(self, exchange: KVExchange, *, name: str) -> None:
         self.exchange = exchange

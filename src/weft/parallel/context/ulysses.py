@@ -34,6 +34,7 @@ class UlyssesAttention:
     name = "Ulysses"
     supports = ALL_FEATURES
     alternative = "--parallel.context ring"
+    left_out = ("__call__",)
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

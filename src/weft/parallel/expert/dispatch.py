@@ -99,6 +99,7 @@ class ExpertParallelDispatch(nn.Module):
     """
 
     supports = frozenset({"dropless"})
+    left_out = ("forward",)
 
     def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = EP) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from weft.schedule.simulate import ACTIVATION_CHANGE
 
 def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan, *, device: str) -> None:
     """Have the heads of these blocks, which are parallel already, compute losses without whole logits;
-    from whole ones in blocks that are compiled.
+    not in blocks that are compiled.
 
     Args:
         device: type of the device that they run on.
@@ -34,7 +34,6 @@ def use_chunked_losses(blocks: Mapping[str, nn.Module], plan: Plan, *, device: s
     is_compiled = plan.compiles_blocks(device)
     for name, head, loss in list(heads_with_losses(blocks)):
         if is_compiled and name not in NOT_COMPILED:
-            set_head_output(head, PlainLosses())
             continue
         is_of_sum = not isinstance(loss, PreferenceLoss)
         is_ahead = is_of_sum and most_in_flight(plan.table, stage_of[name]) == 1

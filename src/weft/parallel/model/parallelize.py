@@ -24,7 +24,7 @@ from weft.models.common.rope import share_angles
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.chunked_losses import use_chunked_losses
-from weft.parallel.model.compiled_block import compiled_block
+from weft.parallel.model.compiled_block import CompiledBlock, compiled_block
 from weft.parallel.model.dropout_blocks import (
     DropoutShards,
     dropping_block,
@@ -195,7 +195,9 @@ def parallelize(
     if plan.compiles_blocks(comm.device.type):
         for name, block in blocks.items():
             drops = dropout.may_drop(name, block)
-            blocks[name] = compiled_block(name, block, drops_out=drops, mode=plan.compile)
+            blocks[name] = compiled_block(
+                name, block, drops_out=drops, mode=plan.compile, recompute=plan.recompute_of[name]
+            )
     dropping = {
         name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
@@ -292,7 +294,9 @@ def _stages_of(
         if plan.table.stage_to_rank[number] != rank:
             continue
         own = {name: blocks[name] for name in stage.blocks}
-        stages[number] = nn.ModuleDict(recompute_blocks(own, modes, copying))
+        compiled = [name for name, block in own.items() if isinstance(block, CompiledBlock)]
+        recomputed = recompute_blocks(own, modes, copying, compiled=compiled)
+        stages[number] = nn.ModuleDict(recomputed)
     return stages
 
 

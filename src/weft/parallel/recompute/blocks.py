@@ -9,8 +9,9 @@ full        the block's input alone; its forward is recomputed
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.layout.recomputation import RecomputeMode
 from weft.models.common.batch import Batch
 from weft.parallel.autograd.split_backward import active_split_backward
+from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.recompute.offload import HostCopying, OffloadChain
 from weft.parallel.recompute.selective import SelectiveRecompute
 
@@ -28,19 +30,24 @@ def recompute_blocks(
     blocks: Mapping[str, nn.Module],
     modes: Mapping[str, RecomputeMode],
     copying: HostCopying | None = None,
+    *,
+    compiled: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """The blocks of a stage, each with its mode of recomputation.
 
     Args:
         copying: of offloaded blocks; None: their saved tensors stay where they are.
+        compiled: those that recompute selectively by themselves, and repeat a forward as a whole.
     """
     chain = None if copying is None else OffloadChain(copying)
     found: dict[str, nn.Module] = {}
     for name, block in blocks.items():
         if modes[name] == "offload" and chain is not None:
             found[name] = OffloadedBlock(block, chain)
-        elif modes[name] in ("selective", "full"):
-            found[name] = RecomputedBlock(block, modes[name])
+        elif modes[name] == "full":
+            found[name] = RecomputedBlock(block, "full", repeats_all=name in compiled)
+        elif modes[name] == "selective" and name not in compiled:
+            found[name] = RecomputedBlock(block, "selective")
         else:
             found[name] = block
     return found
@@ -64,19 +71,25 @@ class OffloadedBlock(nn.Module):
 
 
 class RecomputedBlock(nn.Module):
-    """A block that saves less of its forward."""
+    """A block that saves less of its forward.
 
-    def __init__(self, block: nn.Module, mode: RecomputeMode) -> None:
+    Attributes:
+        repeats_all: whether full recomputation repeats the forward to its end.
+    """
+
+    def __init__(self, block: nn.Module, mode: RecomputeMode, *, repeats_all: bool = False) -> None:
         super().__init__()
         self.block = block
         self.mode = mode
+        self.repeats_all = repeats_all
 
     def forward(self, x: Tensor, batch: Batch) -> Any:
         """The block's own forward."""
         if not torch.is_grad_enabled():
             return self.block(x, batch)
         if self.mode == "full":
-            recompute = FullRecompute(lambda: self.block(x, batch))
+            call = partial(self.block, x, batch)
+            recompute = FullRecompute(call, repeats_all=self.repeats_all)
             return recompute.run()
         with SelectiveRecompute():
             return self.block(x, batch)
@@ -113,17 +126,36 @@ class FullRecompute:
 
     Dropout is by counter, so no generator is restored. The call must do the same when it is
     repeated.
+
+    Args:
+        repeats_all: whether the call is repeated to its end, and before anything else of its backward, as
+            of compiled code. That cannot be left half-way; and it asks for what it has saved at the begin
+            of its backward if it has saved something, which of tensor-parallel ranks that count different
+            losses some have and others have not: their collectives would be in another order. The meta
+            device, where nothing is compiled, does the same.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Any], *, repeats_all: bool = False) -> None:
         self._call = call
+        self._repeats_all = repeats_all
         self._split = active_split_backward()
         self._slots: list[weakref.ref[RecomputedSlot]] = []
 
     def run(self) -> Any:
         """Make the call, saving nothing."""
         with saved_tensors_hooks(self._pack, self._unpack):
-            return self._call()
+            result = self._call()
+        if self._repeats_all:
+            nodes = {tensor.grad_fn for tensor in tensors_in(result)}
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(self._before_backward)
+        return result
+
+    def _before_backward(self, _: object) -> None:
+        slots = [reference() for reference in self._slots]
+        if any(slot is not None and slot.value is None for slot in slots):
+            self._recompute()
 
     def _pack(self, _: Tensor) -> RecomputedSlot:
         slot = RecomputedSlot()
@@ -146,10 +178,10 @@ class FullRecompute:
 
         def fill_slot(tensor: Tensor) -> Tensor:
             nonlocal num_saved
-            slot = slots[num_saved]
+            slot = slots[num_saved] if num_saved <= last_needed else None
             if slot is not None:
                 slot.value = tensor.detach()
-            if num_saved == last_needed:
+            if num_saved == last_needed and not self._repeats_all:
                 raise _AllRecomputedError
             num_saved += 1
             return tensor.detach()

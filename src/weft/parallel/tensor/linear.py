@@ -22,7 +22,7 @@ from weft.models.common.lora import (
 )
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
-from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
+from weft.parallel.tensor.region import DeferredWeight, HasWeight, Region, SharedEntries, linear
 from weft.parallel.tensor.vocabulary_shard import VocabularyShard
 from weft.parallel.tp import AXIS
 
@@ -64,6 +64,7 @@ class ColumnParallelLinear(MarkedLayer):
         self.region = Region(comm, axis, sequence_parallel)
         self.entries: SharedEntries | None = SharedEntries(self.region)
         self.deferred: DeferredWeight | None = None
+        self.readers: tuple[HasWeight, ...] = ()
         take_adapter(self)
         _reset(self)
         self.mark(("weight", "bias"), holders)
@@ -85,6 +86,7 @@ class ColumnParallelLinear(MarkedLayer):
         self.entries = entries
         self.region = region
         self.deferred = None
+        self.readers = ()
         share_rows(module, largest_out=region.largest)
         vars(self)[PRODUCT] = product_of(module)
         take_adapter(self, module)

@@ -13,6 +13,9 @@ Note [Region order]
     `wait` waits. The nodes pass placeholders without memory. Weight gradients still reach
     `.grad` through autograd's own accumulation, so hooks on parameters work.
 
+    Compiled blocks have none of these nodes: their linears are torch's own, and the reduction is waited
+    for where it starts.
+
     A backward that is differentiated again (`create_graph`) defers nothing: then `linear` yields the
     weight gradients, and the reduction is one that autograd differentiates.
 
@@ -30,7 +33,7 @@ Note [Shared entries]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,9 +63,13 @@ class AsyncInputGrad:
 class DeferredWeight:
     """A linear's weight in one forward, and the (dy, x) pairs that its gradient is computed from
     later.
+
+    Attributes:
+        is_deferred: whether it is; else autograd computes the gradient with that of the input.
     """
 
     weight: Tensor
+    is_deferred: bool = False
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -70,12 +77,17 @@ class DeferredWeight:
 class Region:
     """A tensor-parallel region: its axis, and whether activations outside are sharded along the
     sequence, which is dim `dim`.
+
+    Attributes:
+        overlaps: whether weight gradients are computed while the gradient of the input is reduced; in
+            blocks that are compiled they are not.
     """
 
     comm: Comm
     axis: Axis
     sequence_parallel: bool
     dim: int = SEQ_DIM
+    overlaps: bool = True
 
     def enter(
         self, x: Tensor, weights: Sequence[Tensor]
@@ -86,14 +98,23 @@ class Region:
         its gradient is reduce-scattered. Otherwise x stays as it is and its gradient is
         all-reduced.
         """
+        x = autocast(x)
+        if not self.overlaps or torch.compiler.is_dynamo_compiling():
+            return self._entered(x), tuple(DeferredWeight(weight) for weight in weights)
         grad = AsyncInputGrad()
-        x = _Wait.apply(autocast(x), grad)  # type: ignore[no-untyped-call]
+        x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
         deferred = tuple(DeferredWeight(autocast(weight)) for weight in weights)
         if active_split_backward() is None:
             for one in deferred:
                 one.weight = _Weight.apply(one.weight, one)  # type: ignore[no-untyped-call]
+                one.is_deferred = True
         entered: Tensor = _Enter.apply(x, grad, self)  # type: ignore[no-untyped-call]
         return entered, deferred
+
+    def _entered(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return ops.copy_to_region(x, self.comm, self.axis)
+        return ops.all_gather(x, self.comm, self.axis, self.dim)
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum of y over the ranks; with sequence parallelism each keeps its part of the
@@ -109,60 +130,60 @@ class Region:
 
 
 class HasWeight(Protocol):
-    """A linear, as far as an entry needs to know it."""
+    """A linear, as far as an entry needs to know it.
+
+    Attributes:
+        readers: the linears that read the same tensor, where it is the first of them; else none.
+    """
 
     weight: nn.Parameter
+    readers: tuple[HasWeight, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
-    """An entry that some linears have yet to read. Holds its input, so that no other tensor gets
-    the same id.
-    """
+    """An entry, and the linears that have yet to read it."""
 
     x: Tensor
     entered: Tensor
-    weights: dict[int, DeferredWeight]
+    weights: list[tuple[HasWeight, DeferredWeight]]
+
+    def take(self, linear: HasWeight) -> DeferredWeight | None:
+        """The weight of a linear that reads now; None: it has none here."""
+        for place, (reader, weight) in enumerate(self.weights):
+            if reader is linear:
+                del self.weights[place]
+                return weight
+        return None
 
 
 class SharedEntries:
-    """The open entries of one block's forward, by input tensor; see Note [Shared entries].
-
-    Attributes:
-        readers: id of the first linear that reads a tensor -> all linears that read it.
-    """
+    """The open entries of one block's forward; see Note [Shared entries]."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.readers: Mapping[int, Sequence[HasWeight]] = {}
-        self._open: dict[int, _Entry] = {}
+        self._open: list[_Entry] = []
 
     def read(self, x: Tensor, linear: HasWeight) -> tuple[Tensor, DeferredWeight]:
         """The region's input for this linear, and its weight."""
-        key = id(linear)
-        entry = self._open.get(id(x))
-        if entry is None or key not in entry.weights:
-            entry = self._enter(x, linear)
-        deferred = entry.weights.pop(key)
-        if not entry.weights:
-            self._open.pop(id(x), None)
-        return entry.entered, deferred
+        for place, entry in enumerate(self._open):
+            weight = entry.take(linear) if entry.x is x else None
+            if weight is not None:
+                if not entry.weights:
+                    del self._open[place]
+                return entry.entered, weight
+        readers = linear.readers or (linear,)
+        entered, weights = self.region.enter(x, [reader.weight for reader in readers])
+        entry = _Entry(x, entered, list(zip(readers, weights, strict=True)))
+        weight = entry.take(linear)
+        assert weight is not None, "a linear is one of its readers"
+        if entry.weights:
+            self._open.append(entry)
+        return entered, weight
 
     def clear(self) -> None:
         """Drop all entries: the forward that they belong to is over."""
         self._open.clear()
-
-    def _enter(self, x: Tensor, linear: HasWeight) -> _Entry:
-        """An entry for all linears that read x; `linear` is one of them."""
-        readers = self.readers.get(id(linear), (linear,))
-        own_weights = [reader.weight for reader in readers]
-        entered, deferred = self.region.enter(x, own_weights)
-        weights: dict[int, DeferredWeight] = {}
-        for reader, weight in zip(readers, deferred, strict=True):
-            weights[id(reader)] = weight
-        entry = _Entry(x, entered, weights)
-        self._open[id(x)] = entry
-        return entry
 
 
 def linear(
@@ -170,7 +191,7 @@ def linear(
 ) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
     weight = deferred.weight
-    if active_split_backward() is not None:
+    if torch.compiler.is_dynamo_compiling() or not deferred.is_deferred:
         return product(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
     return y

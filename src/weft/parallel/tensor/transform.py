@@ -16,6 +16,7 @@ from weft.core.mesh import Mesh
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
+from weft.layout.compilation import NOT_COMPILED
 from weft.layout.plan import Plan
 from weft.models.common.attention import Attend, OwnHeads
 from weft.models.common.fp8_experts import share_expert_rows
@@ -74,7 +75,13 @@ def transform(
         if key not in made:  # a block may be used twice
             first_name = regions.first_names[name]
             whole = regions.findings.whole.get(first_name)
-            region = Region(comm, AXIS, plan.sequence_parallel and whole is None)
+            runs_as_written = name in NOT_COMPILED or dropout.may_drop(first_name, block)
+            region = Region(
+                comm,
+                AXIS,
+                plan.sequence_parallel and whole is None,
+                overlaps=runs_as_written or not plan.compiles_blocks(comm.device.type),
+            )
             made[key] = _make_parallel(
                 first_name, block, regions.modules[first_name], regions.findings, region
             )
@@ -363,18 +370,11 @@ def _share_entries(
     """Tell the block's entries which linears read the same tensor; drop what is left of them when
     its forward ends.
     """
-    readers: dict[int, list[ColumnParallelLinear]] = {}
     for path, column in columns.items():
         paths = findings.entries.get(path_below(name, path), [])
-        if not paths:
-            continue
-        own: list[ColumnParallelLinear] = []
-        for reader in paths:
-            own_path = reader.removeprefix(name).removeprefix(".")
-            own.append(columns[own_path])
-        readers[id(column)] = own
-    entries.readers = readers
-    if readers:
+        own_paths = [reader.removeprefix(name).removeprefix(".") for reader in paths]
+        column.readers = tuple(columns[own_path] for own_path in own_paths)
+    if any(column.readers for column in columns.values()):
         block.register_forward_hook(lambda *_: entries.clear(), always_call=True)
 
 

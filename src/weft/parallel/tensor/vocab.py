@@ -37,6 +37,8 @@ class VocabParallelEmbedding(MarkedLayer):
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
 
+    left_out = ("forward",)
+
     def __init__(
         self,
         num_embeddings: int,
@@ -104,6 +106,7 @@ class VocabParallelLoss(nn.Module):
 
     supports = frozenset({"cross_entropy"})
     takes_token_losses = True
+    left_out = ("forward",)
 
     def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__()

@@ -160,9 +160,10 @@ def _is_for_gpu(run: Run) -> bool:
 
 
 def _measured_plan(run: Run) -> Plan:
-    """The plan of a run. On CPUs what is offloaded stays where it is."""
+    """The plan of a run. On CPUs what is offloaded stays where it is, and `compile = "auto"` is off."""
     plan = plan_of(run)
     if _is_for_gpu(run):
         return plan
     kept = plan.recompute.replace("offload", "none")
-    return plan.model_copy(update={"recompute": read_policy(kept).text})
+    compiles = plan.compile if plan.compiles_blocks("cpu") else "off"
+    return plan.model_copy(update={"recompute": read_policy(kept).text, "compile": compiles})
