@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -145,14 +146,16 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
 class BlockKey(NamedTuple):
     """What the parameters of a block's group have in common.
 
-    `tied_to_other_rank` is the parameter's own name where another pipeline rank holds a copy: such
-    a parameter is alone in its group, so that both ranks shard it alike.
+    `alone` is the parameter's own name where no other may be in its group: another pipeline rank
+    holds a copy, which both shard alike then; or ranks have unequally many entries of it, such as
+    of a vocabulary that tp does not divide, behind which those of the others would be cut at different
+    places on ranks that hold the same.
     """
 
     stage: int
     block: str
     axes: tuple[str, ...]
-    tied_to_other_rank: str
+    alone: str
     is_frozen: bool
 
 
@@ -171,7 +174,7 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
             stage=model.stage_of[name],
             block=name.partition(".")[0],
             axes=model.shards[name].reduce_axes,
-            tied_to_other_rank=name if name in tied else "",
+            alone=name if name in tied or _is_uneven(model, name) else "",
             is_frozen=is_frozen,
         )
         names = members.setdefault(key, [])
@@ -193,6 +196,12 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
         )
         groups.append(group)
     return groups
+
+
+def _is_uneven(model: ParallelModel, name: str) -> bool:
+    """Whether the ranks that a parameter is sharded over have unequally many entries of it."""
+    shard = model.shards[name]
+    return shard.shard.size * model.comm.degree(shard.shard_axes) != math.prod(shard.shape)
 
 
 def _stage_counts(model: ParallelModel) -> dict[str, int]:
