@@ -100,7 +100,7 @@ def test_json_is_the_same_in_every_command(
 
 
 def test_a_plan_without_a_model_says_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--devices", "256", "--hardware", "h100"]) == EXIT_USER
+    assert main(["plan", "--devices", "4096", "--hardware", "h100"]) == EXIT_USER
     assert "Fix: name the model that is planned: --model.preset" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -64,9 +65,16 @@ def fill(disk: Path) -> None:
     os.close(filler)
 
 
-def fills_at_last_step(disk: Path) -> Callable[[Mapping[str, Any]], None]:
+def fills_at_last_step(
+    disk: Path, *, after: Path | None = None
+) -> Callable[[Mapping[str, Any]], None]:
+    """Args: after: a checkpoint that is written in the background, and waited for."""
+
     def on_event(event: Mapping[str, Any]) -> None:
         if event["event"] == "step" and event["step"] == STEPS:
+            deadline_s = time.monotonic() + 30
+            while after is not None and not after.exists() and time.monotonic() < deadline_s:
+                time.sleep(0.01)
             fill(disk)
 
     return on_event
@@ -76,7 +84,7 @@ def test_the_state_is_kept_in_memory_and_a_resume_saves_it(tmp_path, small_disk,
     out = small_disk / "run"
     given = words(tmp_path, out, "--save.wait_s", "0.2", "--save.every", "2")
     with pytest.raises(RankError) as caught:
-        run_with(given, out, fills_at_last_step(small_disk))
+        run_with(given, out, fills_at_last_step(small_disk, after=checkpoint_path(out, 2)))
     (folder,) = memory.iterdir()
     path = checkpoint_path(folder, STEPS)
     assert caught.value.kind == "all ranks"

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.autograd.shard_gradient import mark_gradient
-from weft.parallel.data_parallel.join import Attendance
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers, stored_buffers
@@ -27,6 +26,9 @@ from weft.parallel.zero.wrapped_params import (
     reject_pickle,
     wrapper_of,
 )
+
+if TYPE_CHECKING:
+    from weft.parallel.data_parallel.join import Attendance
 
 WRAPPER_NAME = "DistributedDataParallel"
 
@@ -202,6 +204,8 @@ class DistributedDataParallel(SynchronizedModule):
 
         Source: torch.nn.parallel.DistributedDataParallel.join, whose arguments it takes.
         """
+        from weft.parallel.data_parallel.join import Attendance  # late: few scripts join
+
         self._attendance = Attendance(self.comm, self.axis)
         self._divides_by_present = not divide_by_initial_world_size
         try:
