@@ -18,7 +18,7 @@ Note [Collectives in compiled code]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,45 +30,20 @@ from weft.comm.group import Group
 from weft.comm.transport import Reduce
 from weft.core.mesh import Axis
 
-
-class Collectives(Protocol):
-    """A `Comm`, as far as operators call it."""
-
-    def all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor: ...
-    def all_gather(
-        self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Tensor: ...
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        axis: Axis,
-        *,
-        dim: int = 0,
-        op: Reduce = "sum",
-        sizes: Sequence[int] | None = None,
-    ) -> Tensor: ...
-    def all_to_all(
-        self,
-        x: Tensor,
-        axis: Axis,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-    ) -> Tensor: ...
+_comms: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The `Comm` objects of this process that are alive, whose module imports this one: operators of torch are
+those of a process, too.
+"""
 
 
-_comms: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
-"""The `Comm` objects of this process that are alive: operators of torch are those of a process, too."""
-
-
-def handle_of(comm: Collectives) -> Tensor:
+def handle_of(comm: Any) -> Tensor:
     """What operators find a `Comm` by, for as long as it is alive."""
     number = id(comm)
     _comms[number] = comm
     return torch.tensor(number, device="cpu")
 
 
-def _comm(handle: Tensor) -> Collectives:
+def _comm(handle: Tensor) -> Any:
     return _comms[int(handle.item())]
 
 
@@ -80,7 +55,8 @@ def _axis(text: str) -> Axis:
 
 @torch.library.custom_op("weft::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, handle: Tensor, axis: str, op: str) -> Tensor:
-    return _comm(handle).all_reduce(x, _axis(axis), op=op)  # type: ignore[arg-type]
+    result: Tensor = _comm(handle).all_reduce(x, _axis(axis), op=op)
+    return result
 
 
 @_all_reduce.register_fake
@@ -90,7 +66,8 @@ def _(x: Tensor, handle: Tensor, axis: str, op: str) -> Tensor:
 
 @torch.library.custom_op("weft::all_gather", mutates_args=())
 def _all_gather(x: Tensor, handle: Tensor, axis: str, dim: int, sizes: Sequence[int]) -> Tensor:
-    return _comm(handle).all_gather(x, _axis(axis), dim=dim, sizes=sizes)
+    result: Tensor = _comm(handle).all_gather(x, _axis(axis), dim=dim, sizes=sizes)
+    return result
 
 
 @_all_gather.register_fake
@@ -102,7 +79,9 @@ def _(x: Tensor, handle: Tensor, axis: str, dim: int, sizes: Sequence[int]) -> T
 def _reduce_scatter(
     x: Tensor, handle: Tensor, axis: str, dim: int, op: str, sizes: Sequence[int], own: int
 ) -> Tensor:
-    return _comm(handle).reduce_scatter(x, _axis(axis), dim=dim, op=op, sizes=sizes)  # type: ignore[arg-type]
+    comm = _comm(handle)
+    result: Tensor = comm.reduce_scatter(x, _axis(axis), dim=dim, op=op, sizes=sizes)
+    return result
 
 
 @_reduce_scatter.register_fake
@@ -116,8 +95,10 @@ def _(
 def _all_to_all(
     x: Tensor, handle: Tensor, axis: str, send_sizes: Sequence[int], recv_sizes: Sequence[int]
 ) -> Tensor:
-    comm = _comm(handle)
-    return comm.all_to_all(x, _axis(axis), send_sizes=send_sizes, recv_sizes=recv_sizes)
+    result: Tensor = _comm(handle).all_to_all(
+        x, _axis(axis), send_sizes=send_sizes, recv_sizes=recv_sizes
+    )
+    return result
 
 
 @_all_to_all.register_fake
