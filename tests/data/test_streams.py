@@ -209,7 +209,7 @@ def test_another_content_behind_a_url_of_a_file_system_is_read(
 def test_a_file_system_that_is_gone_is_not_needed_for_what_it_named_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """So ranks start again, and runs resume, without their object store."""
+    """So ranks start again, and runs resume, without their object store; a warning says so."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -222,7 +222,8 @@ def test_a_file_system_that_is_gone_is_not_needed_for_what_it_named_last(
         raise ConnectionError("the store is gone")
 
     monkeypatch.setattr(streams, "_file_system", gone)
-    again = [open_source(source, DataConfig(), vocab=256).files for source in sources]
+    with pytest.warns(UserWarning, match=r"the store is gone\): its files in the cache are read"):
+        again = [open_source(source, DataConfig(), vocab=256).files for source in sources]
     assert again == files
     assert "ConnectionError: the store is gone" in complaint(f"file://{texts}/*.md")
     files[0][0].unlink()

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -180,18 +181,20 @@ def remote_files(source: str) -> tuple[RemoteFile, ...]:
 
 def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFile, ...]:
     """What a file system answers; where it is not there, what it answered last, if the cache has all of
-    that: ranks start again without it.
+    that: ranks start again without it, and a warning says so.
     """
     last = _root() / _digest(url) / ANSWER
     try:
         found = tuple(ask())
     except (*LASTING_ERRORS, ImportError, ValueError):
         raise
-    except Exception:
+    except Exception as error:
         known = json.loads(last.read_text(encoding="utf-8")) if last.exists() else ()
         files = tuple(RemoteFile(*each) for each in known)
         if not files or not all(file.path.exists() for file in files):
             raise
+        said = f"{url} cannot be reached ({first_line(error)}): its files in the cache are read"
+        warnings.warn(said, stacklevel=2)
         return files
     if found:
         last.parent.mkdir(parents=True, exist_ok=True)
