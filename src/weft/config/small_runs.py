@@ -236,7 +236,7 @@ def _shards_alike(run: Run, own: Run) -> bool:
     def whole_parts(each: Run) -> tuple[object, ...]:
         mesh = each.device_mesh
         local_sizes = layout_request(mesh, each.model, each.parallel).local_sizes
-        degree = mesh.degree(position_axes())
+        degree = mesh.degree(position_axes()) if each.parallel.context == "ulysses" else 1
         uneven = {axis for axis, size in local_sizes.items() if size % degree}
         return sharding_rule_of(mesh, each.model.axis_sizes()), uneven & SHARED
 

@@ -10,6 +10,8 @@ from weft.errors import Fault
 
 AXIS = "cp"
 HEADS = "heads"
+WITHOUT_HEADS = (("parallel.context", "ring"), ("parallel.context", "allgather"))
+"""Ways that shard no heads."""
 TRAFFIC = {
     "ring": "keys and values around a ring, overlapped with attention",
     "allgather": "all-gather of keys and values, in forward and backward",
@@ -45,7 +47,7 @@ def _head_faults(request: LayoutRequest) -> Iterable[Fault]:
 def uneven_heads(degree: int, got: str) -> Fault:
     """Ranks of cp would have unequally many heads."""
     what = f"ulysses needs heads % cp == 0, and cp{degree} does not divide the heads"
-    fix = "--parallel.context ring or --parallel.context allgather"
+    fix = " or ".join(f"--{key} {value}" for key, value in WITHOUT_HEADS)
     return Fault("parallel.context", what, got=got, need="a multiple of cp", fix=fix)
 
 
@@ -63,6 +65,6 @@ DIMENSION = Dimension(
     batch="positions",
     traffic=traffic,
     faults=faults,
-    alternatives=(("parallel.context", "ring"), ("parallel.context", "allgather")),
+    alternatives=WITHOUT_HEADS,
     transform="weft.parallel.context.attend:transform",
 )
