@@ -21,6 +21,7 @@ from weft.parallel.pipeline.player import Player
 from weft.parallel.tensor import vocab
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
+from weft.prove import bounds, proof
 from weft.prove.arithmetic import Perturbation
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
@@ -65,6 +66,43 @@ def test_updates_that_are_made_of_rounding_noise_are_no_difference(name):
     """
     report = report_of(f"--model.name gpt2 --mesh tp2 --optim.name {name} {FLOAT64}", steps=1)
     assert report.holds, "\n".join(report.lines())
+
+
+ROUTED_BY_FEW_TOKENS = (
+    "--model.name qwen3-moe --mesh tp2 --seed 2 --model.layers 2 --model.dim 16 --model.head_size 4 "
+    "--model.expert_ffn 8 --data.seq_len 4 --batch.global_size 1 --batch.micro_size 1 "
+    f"--optim.name lion --optim.warmup 2 --optim.clip 0.0 --steps 6 {FLOAT64}"
+)
+
+
+def test_signs_of_gradients_that_are_zero_are_no_difference():
+    """Weights of experts that are normalised have no gradient for the logits of the others: rounding
+    gives it a sign, and Lion an update of full size, in float64, too.
+    """
+    report = report_of(ROUTED_BY_FEW_TOKENS, steps=2)
+    assert report.holds, "\n".join(report.lines())
+
+
+def test_differences_near_their_bounds_are_judged_again_with_more_samples(monkeypatch):
+    """Two perturbed runs are a small sample, and a fault of the size of the tensor is none."""
+    near = "--mesh tp2 --precision.compute bfloat16"
+    monkeypatch.setattr(bounds, "FACTOR", 0.001)
+    monkeypatch.setattr(bounds, "FLOOR", 0.001)
+    monkeypatch.setattr(bounds, "NORM_SHARE", 0.0)
+    sampled = []
+    more = proof.with_more_samples
+
+    def counted(bounds, subject, *, skipped):
+        found = more(bounds, subject, skipped=skipped)
+        sampled.append((len(bounds.perturbed), len(found.perturbed)))
+        return found
+
+    monkeypatch.setattr(proof, "with_more_samples", counted)
+    monkeypatch.setattr(proof, "MOST_EXCESS", 1e3)
+    report_of(near, steps=1)
+    monkeypatch.setattr(proof, "MOST_EXCESS", 1e-3)
+    assert not report_of(near, steps=1).holds
+    assert sampled == [(2, 2 + 2 * proof.MORE_SAMPLES)]
 
 
 SMALL_ADAPTERS = (
@@ -114,20 +152,20 @@ def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero
     words = "--lora.rank 2 --precision.compute bfloat16"
     run = small_run(words)
     subject = Subject.of(run, steps=2)
-    bounds = reference_bounds(subject, skipped=frozenset())
-    drawn = bounds.perturbed[-1]
+    found = reference_bounds(subject, skipped=frozenset())
+    drawn = found.perturbed[-1]
     num_flipped = 0
     for name in ("layer0.attn.q.lora_b.weight", "layer0.attn.v.lora_b.weight"):
-        is_free = bounds.small_gradient(name, 1)
+        is_free = found.small_gradient(name, 1)
         updates = []
-        for trace in (bounds.plain, drawn):
+        for trace in (found.plain, drawn):
             updates.append(trace.values[1, "update", name])
         signs = [update.sign() for update in updates]
         differs = signs[0] != signs[1]
         assert not bool(differs[~is_free].any())
         num_flipped += int(differs.sum())
     assert num_flipped > 0
-    assert len(bounds.perturbed) == 1 + len(subject.perturbations())
+    assert len(found.perturbed) == 1 + len(subject.perturbations())
     plain = Subject.of(small_run("--precision.compute bfloat16"), steps=1)
     count = len(reference_bounds(plain, skipped=frozenset()).perturbed)
     assert count == len(plain.perturbations())

@@ -9,7 +9,12 @@ Note [Bounds]
     FLOOR units of rounding. Perturbed runs drift apart step by step, as layouts do, and the bound
     grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9, but for tensors that
     optimizers of signs and ratios (Lion, Adafactor) make of rounding noise: a gradient that is zero
-    in exact arithmetic. So there, too, perturbed runs are made for these.
+    in exact arithmetic. So there, too, perturbed runs are made for these, and one that draws the signs
+    of such entries.
+
+    A few perturbed runs are a small sample of a computation that magnifies rounding. Where all
+    differences are within a few times their bounds, further runs are made, and all is compared
+    again with what they say.
 
     Optimizers divide a gradient by its size, so the update of an entry depends on the relative
     rounding of its gradient, which is large where the gradient is small: an entry may move by a few
