@@ -92,7 +92,6 @@ class MemorySnapshots:
         self.cost_s = 0.0
         """Of the newest snapshot on this rank: the time that training waited, and that of the
         writing thread."""
-        self.num_taken = 0
         self._now_s = now_s
         self._last_s = now_s()
         self._saver = saver
@@ -142,7 +141,6 @@ class MemorySnapshots:
         self.remove_above(step - 1)
         events = self._saver.save(step)
         yield from self._notes(events)
-        self.num_taken += 1
         self._last_s = self._now_s()
         stall_s = self._last_s - start_s
         self.cost_s = stall_s + self._saver.write_s

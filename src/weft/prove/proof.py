@@ -268,7 +268,6 @@ def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> N
     TrainedPart(out, num_before, saves=True, evaluates_between=True).train(
         subject, comm, record=record
     )
-    record.resumed_after = num_before
     if comm.rank == 0:
         record_stored(record, Path(out), num_before)
     record.progress.is_restoring = True

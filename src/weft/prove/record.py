@@ -109,7 +109,6 @@ class RankRecord:
         events: events of the run.
         norm_operations: the newest operation before the update, by step.
         rates: learning rates of the schedule, also of steps that are not trained; see `rated_steps`.
-        resumed_after: step after which a checkpoint was read back.
         progress: where the rank is, or was when an error ended its run.
         error: that error.
     """
@@ -125,7 +124,6 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     norm_operations: dict[int, Operation | None] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
-    resumed_after: int | None = None
     progress: RecordProgress = field(default_factory=RecordProgress)
     error: BaseException | None = None
 

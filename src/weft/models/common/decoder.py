@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
@@ -61,23 +61,6 @@ def dense_layer(cfg: DenseConfig, attn: nn.Module) -> DecoderLayer:
     )
 
 
-def decoder_chain(
-    cfg: DecoderConfig,
-    layers: Sequence[nn.Module],
-    *,
-    embed: nn.Module | None = None,
-    norm: type[nn.RMSNorm] = nn.RMSNorm,
-) -> dict[str, nn.Module]:
-    """The chain of `cfg` around these layers.
-
-    Args:
-        embed: default: `Embed`.
-        norm: type of the last norm.
-    """
-    head = _head(cfg, norm)
-    return chain_blocks(embed or Embed(cfg.vocab, cfg.dim), layers, head)
-
-
 def decoder_builders(
     cfg: DecoderConfig,
     layers: Sequence[Builder],
@@ -98,7 +81,7 @@ def decoder_builders(
 def chain_builders(
     embed: Builder, layers: Sequence[Builder], head: Builder, *, side_blocks: Builders | None = None
 ) -> Builders:
-    """Builders by name, in the order of `chain_blocks`."""
+    """Builders by name: "embed", "layer0", ..., side blocks, "head", "loss"."""
     builders: dict[str, Builder] = {"embed": embed}
     for index, layer in enumerate(layers):
         builders[f"layer{index}"] = layer
@@ -111,20 +94,3 @@ def chain_builders(
 def _head(cfg: DecoderConfig, norm: type[nn.RMSNorm]) -> nn.Module:
     last_norm = norm(cfg.dim, eps=cfg.norm_eps)
     return head_of(last_norm, cfg.dim, vocab=cfg.vocab, labels=cfg.labels)
-
-
-def chain_blocks(
-    embed: nn.Module,
-    layers: Sequence[nn.Module],
-    head: nn.Module,
-    *,
-    side_blocks: Mapping[str, nn.Module] | None = None,
-) -> dict[str, nn.Module]:
-    """Blocks by name: "embed", "layer0", ..., side blocks, "head", "loss"."""
-    blocks: dict[str, nn.Module] = {"embed": embed}
-    for index, layer in enumerate(layers):
-        blocks[f"layer{index}"] = layer
-    blocks.update(side_blocks or {})
-    blocks["head"] = head
-    blocks["loss"] = Loss()
-    return blocks

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
-from weft.models.common.decoder import chain_blocks
+from weft.models.common.decoder import chain_builders
+from weft.models.common.lazy_blocks import Builder, Builders, build_all
 from weft.models.mnist.config import Config
 
 
@@ -101,26 +104,21 @@ class ConvHead(nn.Module):
         return logits_BV
 
 
+def builders(cfg: Config) -> Builders:
+    """Builders of the blocks; equal layers have the same one."""
+    if cfg.arch == "mlp":
+        num_pixels = cfg.image_size**2
+        embed: Builder = partial(FlatEmbed, num_pixels, cfg.dim)
+        layer: Builder = partial(FlatLayer, cfg.dim, cfg.ffn)
+        head: Builder = partial(FlatHead, cfg.dim, cfg.classes)
+    else:
+        num_pixels = cfg.pooled_size**2
+        embed = partial(ConvEmbed, cfg.dim)
+        layer = partial(ConvLayer, cfg.dim)
+        head = partial(ConvHead, cfg.dim * num_pixels, ffn=cfg.ffn, classes=cfg.classes)
+    return chain_builders(embed, [layer] * cfg.layers, head)
+
+
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    if cfg.arch == "mlp":
-        return _mlp_blocks(cfg)
-    return _conv_blocks(cfg)
-
-
-def _mlp_blocks(cfg: Config) -> dict[str, nn.Module]:
-    num_pixels = cfg.image_size**2
-    return chain_blocks(
-        FlatEmbed(num_pixels, cfg.dim),
-        [FlatLayer(cfg.dim, cfg.ffn) for _ in range(cfg.layers)],
-        FlatHead(cfg.dim, cfg.classes),
-    )
-
-
-def _conv_blocks(cfg: Config) -> dict[str, nn.Module]:
-    num_pixels = cfg.pooled_size**2
-    return chain_blocks(
-        ConvEmbed(cfg.dim),
-        [ConvLayer(cfg.dim) for _ in range(cfg.layers)],
-        ConvHead(cfg.dim * num_pixels, ffn=cfg.ffn, classes=cfg.classes),
-    )
+    return build_all(builders(cfg))
