@@ -297,7 +297,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     ),
     "oracle/test_huggingface_generate.py::test_greedy_text_is_hugging_faces": ("llama3 tied-tp2",),
     "oracle/test_scores.py::test_scores_are_trained_as_with_transformers": (
-        'classify---mesh "dp2 tp2"',
+        'classify---mesh "dp2 tp2" --parallel.sequence True',
         "classify---mesh cp2",
         "reward---mesh dp2 --parallel.zero 3",
         "reward---mesh pp2",

@@ -142,7 +142,14 @@ def expected(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "words", ["", '--mesh "dp2 tp2"', "--mesh pp2", "--mesh cp2", "--mesh dp2 --parallel.zero 3"]
+    "words",
+    [
+        "",
+        '--mesh "dp2 tp2" --parallel.sequence True',
+        "--mesh pp2",
+        "--mesh cp2",
+        "--mesh dp2 --parallel.zero 3",
+    ],
 )
 @pytest.mark.parametrize("name", ["classify", "reward"])
 def test_scores_are_trained_as_with_transformers(folder, tmp_path, expected, name, words):

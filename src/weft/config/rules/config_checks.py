@@ -94,10 +94,6 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ),
         ),
         Check(("loss", "model"), partial(sections.preference_loss_fits, run.loss, model)),
-        Check(
-            ("loss", "parallel.sequence"),
-            partial(sections.scores_are_whole, run.loss, sequence=parallel.sequence),
-        ),
         Check(("loss", "model", "data"), partial(sections.scores_fit, run.loss, model, data)),
         Check(("neftune", "model"), partial(sections.noise_is_of_tokens, run.neftune, model)),
         Check(("dpo",), partial(unused_keys.pair_loss_reads_keys, run.dpo)),

@@ -120,16 +120,6 @@ def scores_fit(loss: LossName, model: ModelConfig, data: DataConfig) -> Iterator
         )
 
 
-def scores_are_whole(loss: LossName, *, sequence: bool) -> Iterator[Fault]:
-    """Scores are computed of whole sequences."""
-    if loss in SCORED and sequence:
-        what = (
-            f"leaves a rank scores of a part of each sequence, and {loss} reads those of its texts"
-        )
-        fix = "--parallel.sequence False; cp shards sequences"
-        yield Fault("parallel.sequence", what, got="True", need="False", fix=fix)
-
-
 def noise_is_of_tokens(neftune: float, model: ModelConfig) -> Iterator[Fault]:
     """Only embeddings of tokens have noise."""
     if neftune and model.kind != "tokens":

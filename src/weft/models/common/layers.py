@@ -153,8 +153,10 @@ class Head(nn.Module):
 
 class ScoreHead(nn.Module):
     """The last norm and scores_BSL of each token, for its label or as a reward; the loss reads those
-    of the last token of each text.
+    of the last token of each text, and so those of whole sequences.
     """
+
+    may_gather_sequence = True
 
     def __init__(self, norm: nn.Module, score: nn.Linear) -> None:
         super().__init__()
