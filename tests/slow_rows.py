@@ -303,6 +303,9 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "reward---mesh pp2",
         "reward---mesh cp2",
         "classify---mesh pp2",
+        'classify---model.name hf:llama --mesh "tp2 pp2" --parallel.sequence True',
+        "classify---model.name hf:llama --mesh cp2",
+        "reward---model.name hf:llama --mesh cp2",
     ),
     "oracle/test_trl.py::test_losses_are_those_of_trl": (
         "sft---mesh dp2",

@@ -714,12 +714,6 @@ def records() -> Iterator[Case]:
         "deepseek has no head for that",
         faults=2,
     )
-    yield Case(
-        "rewards of parts of sequences",
-        ("train", "--loss", "reward", "--mesh", "tp2", "--parallel.sequence", "True"),
-        "cp shards sequences",
-        faults=2,
-    )
     yield Case("noise on images", ("train", "--model.name", "mnist", "--neftune", "5"), "neftune")
     yield Case("beta 0", ("train", "--dpo.beta", "0"), "dpo.beta: out of range")
     yield Case(

@@ -26,6 +26,7 @@ from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
 from weft.models.transformers.adapt import adapt
 from weft.models.transformers.build import architecture_of, build, config_of, param_names
+from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
 from weft.planner.certificate.certificate import certify
@@ -350,6 +351,30 @@ def test_attributes_are_scaled_only_while_attention_runs() -> None:
 def test_layers_that_run_twice_are_no_chain() -> None:
     with pytest.raises(PlanError, match="one after the other, once each"):
         architecture_of("hrm_text", TINY)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
+def test_heads_that_score_texts_take_the_place_of_the_vocabularys(name: str) -> None:
+    """The scores of each token are those of transformers' own trunk, and of a folder of a language
+    model all is read but its head, whatever its name there.
+    """
+    scored = TINY | {"labels": 3}
+    check_against_transformers(name, scored, packs_documents=True)
+    family = FAMILIES[f"hf:{name}"]
+    assert family.hf is not None
+    config = family.Config(labels=3)
+    names = param_names(architecture_of(name, scored))
+    assert names["head.lm.score.weight"] == "score.weight"
+    language = {rule.tensor for rule in family.hf.weights.expand(family.Config())}
+    left_out = language - {rule.tensor for rule in family.hf.weights.expand(config)}
+    assert left_out == language.intersection(family.hf.weights.unused(config))
+    assert len(left_out) == 1
+
+
+def test_heads_of_whole_texts_are_rejected() -> None:
+    """BERT's class reads the first token through a layer of its own."""
+    with pytest.raises(PlanError, match="BertForSequenceClassification has no linear that scores"):
+        architecture_of("bert", TINY | {"labels": 3})
 
 
 @pytest.mark.slow

@@ -149,6 +149,8 @@ def expected(folder, tmp_path_factory):
         "--mesh pp2",
         "--mesh cp2",
         "--mesh dp2 --parallel.zero 3",
+        '--model.name hf:llama --mesh "tp2 pp2" --parallel.sequence True',
+        "--model.name hf:llama --mesh cp2",
     ],
 )
 @pytest.mark.parametrize("name", ["classify", "reward"])

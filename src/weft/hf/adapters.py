@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
 from weft.checkpoint.source import Source
-from weft.config.hf.mapping import SCORE
+from weft.config.hf.mapping import SCORE, SCORES
 from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
@@ -175,8 +175,8 @@ def adapter_tensors(
         found[f"{target.prefix}.lora_B.weight"] = b
         if lora.dora:
             found[f"{target.prefix}.lora_magnitude_vector"] = _magnitudes(target, source)
-    if SCORE.param in source.shapes:  # trained as a whole
-        found[f"base_model.model.{SCORE.tensor}"] = _read_whole(source, SCORE.param)
+    for name in SCORES.intersection(source.shapes):  # trained as a whole
+        found[f"base_model.model.{SCORE.tensor}"] = _read_whole(source, name)
     return found
 
 

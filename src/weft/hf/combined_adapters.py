@@ -20,7 +20,7 @@ from weft.checkpoint.quantized import NF4_SECTIONS
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.resume import check_model
 from weft.checkpoint.source import Source
-from weft.config.hf.mapping import SCORE
+from weft.config.hf.mapping import SCORES
 from weft.config.lora import LORA_A, LORA_B, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
@@ -151,7 +151,7 @@ def _faults(checkpoint: Checkpoint, first: Checkpoint) -> Iterator[Fault]:
     elif lora.dora:
         what = "has magnitudes (lora.dora), which have no weighted sum"
         yield Fault(str(path), what, fix="export it alone, and train others from it: --lora.base")
-    elif SCORE.param in checkpoint.section(MODEL).shapes:
+    elif not SCORES.isdisjoint(checkpoint.section(MODEL).shapes):
         what = "has a head that is trained as a whole, and each run has one of its own"
         yield Fault(str(path), what, fix="export each run alone")
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.config.hf.mapping import SCORE
+from weft.config.hf.mapping import SCORES
 from weft.config.hf.safetensors_files import STORED_DTYPES, TensorEntry
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
@@ -133,7 +133,7 @@ class HfFolder:
                 faults.append(
                     Fault(where, what, got=str(list(stored[name])), need=str(list(shape)))
                 )
-            elif name not in stored and name != SCORE.param:
+            elif name not in stored and name not in SCORES:
                 faults.append(Fault(where, f"nothing holds {name}"))
         faults.extend(
             Fault(where, f"{name} is no parameter") for name in stored if name not in shapes

@@ -9,7 +9,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from weft.config.hf.mapping import EXPERT, SCORE, HFMapping, Slice, WeightMapping, WeightRule
+from weft.config.hf.mapping import (
+    EXPERT,
+    SCORE,
+    SCORES,
+    HFMapping,
+    Slice,
+    WeightMapping,
+    WeightRule,
+)
 from weft.config.hf.read_config import hf_mappings
 from weft.config.hf.safetensors_files import DTYPES, INTEGERS, TensorEntry, list_some
 from weft.core.model_config import ModelConfig
@@ -97,7 +105,7 @@ def match_tensors(
     _check_size(cfg, entries, folder)
     rules = _select_rules(mapping, cfg, entries)
     if SCORE.tensor not in entries:  # of a language model: the head for labels is drawn
-        rules = [rule for rule in rules if rule.param != SCORE.param]
+        rules = [rule for rule in rules if rule.param not in SCORES]
     owner_rules = [rule for rule in rules if rule.param not in ties]
     alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
     matching = _Matching(entries=entries, cfg=cfg, folder=folder)

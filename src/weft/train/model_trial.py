@@ -199,7 +199,8 @@ class Trial:
         ids_BS = draw_ids(
             sizes.rows, sizes.length + 1, vocab=self._vocab, named=self.pure.ids.found
         )
-        targets_BS = ids_BS[:, 1:].clone()
+        num_targets = getattr(self.config, "labels", 0) or self._vocab
+        targets_BS = ids_BS[:, 1:] % num_targets
         targets_BS[0, 0] = IGNORE
         return _with_keys(token_batch(ids_BS[:, :-1].contiguous(), targets_BS))
 

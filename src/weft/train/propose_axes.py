@@ -196,7 +196,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
             x = activation_of(out)
             is_last = list(blocks)[-2:] == [name, LOSS]
             _note_outputs(trace, name, x, is_last=is_last)
-        if LOSS in blocks:
+        if LOSS in blocks and not getattr(config, "labels", 0):  # scores are few, and whole
             for tensor in tensors_in(x):
                 linears = trace.sources(tensor) - NOT_LINEARS
                 trace.uses.logits += sorted(linears)

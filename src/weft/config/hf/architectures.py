@@ -15,6 +15,7 @@ KEY = "model.name"
 PREFIX = "hf:"
 """Start of the name of a family that is an architecture of transformers: `hf:olmo2`."""
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+SCORED = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 OLDEST = (5, 8)
 """Of transformers: earlier versions have no interface for experts."""
 
@@ -47,12 +48,22 @@ def model_type_of(name: str) -> str:
 @functools.cache
 def architectures() -> Mapping[str, str]:
     """Decoders of transformers: model type -> class; empty where it is not installed, or too old."""
+    return _table(TABLE)
+
+
+@functools.cache
+def scored_architectures() -> Mapping[str, str]:
+    """Those of transformers' models that score texts: model type -> class."""
+    return _table(SCORED)
+
+
+def _table(name: str) -> Mapping[str, str]:
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None or _version(Path(spec.origin)) < OLDEST:
         return {}
     file = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
     for statement in ast.parse(file.read_bytes()).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == TABLE:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
             (pairs,) = statement.value.args  # type: ignore[attr-defined]  # OrderedDict([...])
             return dict(ast.literal_eval(pairs))
     return {}

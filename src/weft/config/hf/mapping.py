@@ -284,6 +284,8 @@ def uses_all(cfg: Any) -> tuple[str, ...]:
 HEAD = "head.proj.weight"
 SCORE = WeightRule("head.score.weight", "score.weight")
 """Of a model with labels, in place of the head for the vocabulary."""
+SCORES = frozenset((SCORE.param, "head.lm.score.weight"))
+"""Names of its parameter: in weft's own families, and where transformers' code is trained."""
 SCORE_SUFFIX = "ForSequenceClassification"
 """Of transformers' classes with such a head."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.config.hf.architectures import PREFIX, architectures
+from weft.config.hf.architectures import PREFIX, architectures, scored_architectures
 from weft.config.hf.mapping import (
     FIXED_EVERYWHERE,
     IGNORED,
@@ -99,7 +99,8 @@ def _other_code(config: Json, families: Families) -> tuple[ConfigFamily, HFMappi
     """The family of transformers' own code for a config.json; None where it has none."""
     model_type = config.get("model_type")
     own = architectures().get(str(model_type))
-    if own is None or _architecture(config) not in (None, own):
+    scored = scored_architectures().get(str(model_type))
+    if own is None or _architecture(config) not in (None, own, scored):
         return None
     family = families[f"{PREFIX}{model_type}"]
     assert family.hf is not None, "all of transformers' decoders have a format"

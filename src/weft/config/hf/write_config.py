@@ -32,8 +32,8 @@ def config_json(
     """
     table = mapping.config
     if table.whole is not None:
-        names = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
-        return {**table.whole.write(cfg), **names, "torch_dtype": dtype}
+        names = {"model_type": mapping.model_type, "torch_dtype": dtype}
+        return {**table.whole.write(cfg), **_head(mapping, cfg, classes), **names}
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     found.update(table.constants)
     found.update(
@@ -43,12 +43,7 @@ def config_json(
             if name in IGNORED | table.ignored and name not in REWRITTEN
         }
     )
-    labels = getattr(cfg, "labels", 0)
-    found["architectures"] = [mapping.scored_architecture if labels else mapping.architecture]
-    if labels:
-        known = classes or [f"LABEL_{number}" for number in range(labels)]
-        found["id2label"] = {str(number): name for number, name in enumerate(known)}
-        found["label2id"] = {name: number for number, name in enumerate(known)}
+    found.update(_head(mapping, cfg, classes))
     found["model_type"] = mapping.model_type
     found["torch_dtype"] = dtype
     values = {row.hf_key: row.write(getattr(cfg, row.field)) for row in table.keys}
@@ -61,6 +56,19 @@ def config_json(
     for field, name in table.counts.items():
         found[name] = getattr(cfg, field)
     return found
+
+
+def _head(mapping: HFMapping, cfg: ModelConfig, classes: Sequence[str]) -> dict[str, Any]:
+    """The class of transformers, and the names of labels where its head scores texts."""
+    labels = getattr(cfg, "labels", 0)
+    if not labels:
+        return {"architectures": [mapping.architecture]}
+    known = classes or [f"LABEL_{number}" for number in range(labels)]
+    return {
+        "architectures": [mapping.scored_architecture],
+        "id2label": {str(number): name for number, name in enumerate(known)},
+        "label2id": {name: number for number, name in enumerate(known)},
+    }
 
 
 def unwritable(cfg: ModelConfig, families: Families) -> Iterator[Fault]:

@@ -98,7 +98,10 @@ def scores_fit(loss: LossName, model: ModelConfig, data: DataConfig) -> Iterator
         return
     if labels is None:
         what = f"{loss} scores texts, and {model.family} has no head for that"
-        fix = "a family of weft: llama3, qwen2, qwen3, qwen3-moe, gemma3, mistral, gpt2"
+        fix = (
+            "a family of weft (llama3, qwen2, qwen3, qwen3-moe, gemma3, mistral, gpt2), or hf:NAME "
+            "of a decoder with a class for sequence classification"
+        )
         yield Fault("loss", what, got=loss, fix=fix)
         return
     if data.format != loss:

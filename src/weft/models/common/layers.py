@@ -163,6 +163,11 @@ class ScoreHead(nn.Module):
         self.norm = norm
         self.score = score
 
+    @property
+    def trained_whole(self) -> nn.Module:
+        """What adapters leave trained."""
+        return self.score
+
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         scores_BSL: Tensor = self.score(self.norm(x_BSD))
         return scores_BSL

@@ -32,7 +32,6 @@ from weft.config.lora import LORA_A, LORA_B, LORA_M, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.models import Family, builders_of
-from weft.models.common.layers import ScoreHead
 from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.linear_products import PRODUCT, product_of
 from weft.models.common.moe import Router
@@ -305,8 +304,9 @@ class AdaptedFamily:
         base need not have, is trained as a whole.
         """
         freeze(block)
-        if isinstance(block, ScoreHead):
-            block.score.requires_grad_(True)
+        head: nn.Module | None = getattr(block, "trained_whole", None)
+        if head is not None:
+            head.requires_grad_(True)
         for path in paths:
             linear = block.get_submodule(path)
             assert isinstance(linear, nn.Linear), (

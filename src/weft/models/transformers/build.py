@@ -24,6 +24,8 @@ from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.sizes import (
     DROPOUT,
+    LABEL_KEYS,
+    LABELS,
     NONE,
     SETTINGS,
     TINY,
@@ -75,6 +77,9 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     }
     if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
         given[own_name(default, "num_key_value_heads")] = values["heads"]
+    if values.get(LABELS):
+        settings = {name: x for name, x in settings.items() if name not in LABEL_KEYS}
+        settings["num_labels"] = values[LABELS]
     if "model_type" in settings:  # the whole config.json of a folder
         given = {**given, **_own_positions(default, settings)}
         given = fit_factors({**fitted(settings, values["layers"]), **given})
@@ -165,21 +170,25 @@ def _own_positions(default: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name]} if name in settings else {}
 
 
-def build(config: Any, *, implementation: str = NAME) -> nn.Module:
+def build(config: Any, *, implementation: str = NAME, labels: int = 0) -> nn.Module:
     """A model with the initial values of transformers, on torch's current device; its blocks are
     those of `adapt(build(...))`.
 
     Args:
         implementation: of attention and experts, as transformers names it.
+        labels: scores of a text; 0: its head is that of the vocabulary.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
 
     register()
     own = type(config).from_dict(config.to_dict())
     vars(own).update(dict.fromkeys(clips_of(vars(own))))  # past the checks of its types
     own._attn_implementation_internal = implementation
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if labels:
+        classes = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    model_class: Any = classes[type(config)]
     lm: nn.Module = model_class(own)
     return lm
 
@@ -199,6 +208,7 @@ class Architecture:
         stored_buffers: names of buffers that transformers stores in a folder, and weft does not.
         untrained: names of parameters that no gradient of the loss reaches.
         parts_run: whether forward and backward of its parts run without values.
+        labels: scores of a text; 0: the head is that of the vocabulary.
     """
 
     config: Any
@@ -211,6 +221,16 @@ class Architecture:
     stored_buffers: frozenset[str]
     untrained: frozenset[str] = frozenset()
     parts_run: bool = False
+    labels: int = 0
+
+    def build(self, implementation: str = "") -> nn.Module:
+        """The model; see `build`.
+
+        Args:
+            implementation: of attention; empty: the one that its blocks call.
+        """
+        how = implementation or self.captured.implementation
+        return build(self.config, implementation=how, labels=self.labels)
 
 
 def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
@@ -239,7 +259,7 @@ def _architecture(model_type: str, text: str) -> Architecture:
         if found and found[0].captured.implementation != implementation:
             break
         try:
-            run = _run(config, implementation, values["layers"], has_mask=has_mask)
+            run = _run(config, implementation, values, has_mask=has_mask)
         except PlanError as error:
             errors.append(error)
             continue
@@ -251,10 +271,13 @@ def _architecture(model_type: str, text: str) -> Architecture:
     return found[0]
 
 
-def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -> Architecture:
+def _run(
+    config: Any, implementation: str, values: Mapping[str, Any], *, has_mask: bool
+) -> Architecture:
+    labels = values.get(LABELS, 0)
     try:
         with torch.device("meta"):
-            lm = build(config, implementation=implementation)
+            lm = build(config, implementation=implementation, labels=labels)
             transposed = frozenset(f"{path}.weight" for path, _ in transposed_linears(lm))
             kept = frozenset(path for _, _, path in buffers_in_folders(lm))
             lm = adapt(lm)
@@ -263,7 +286,10 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
         raise PlanError(Fault(KEY, what, fix="other sizes, or another architecture")) from error
     params = dict(lm.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(param.shape) for name, param in params.items()}
-    captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
+    num_layers = values["layers"]
+    captured = capture(
+        lm, num_layers, implementation=implementation, has_mask=has_mask, is_scored=labels > 0
+    )
     buffers = frozenset(lm.state_dict()) - shapes.keys()
     found = Architecture(
         config=config,
@@ -274,6 +300,7 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
         integers=frozenset(name for name in kept if not params[name].is_floating_point()),
         experts=expert_params(lm),
         stored_buffers=buffers,
+        labels=labels,
     )
     unused = shapes.keys() - param_names(found).values()
     if unused:

@@ -25,11 +25,20 @@ from weft.models.transformers.carried import (
     by_place,
 )
 from weft.models.transformers.draws import DrawsByCounter
-from weft.models.transformers.interfaces import BlockCall, Recording, attend_name, calling
+from weft.models.transformers.interfaces import (
+    BlockCall,
+    BlockDone,
+    Recording,
+    attend_name,
+    calling,
+    end_at_input,
+)
 
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
 ROWS, LENGTH = 2, 8
+SCORE = "score"
+"""The head of transformers' classes for sequence classification."""
 HIDDEN = "hidden_states"
 EMBEDS = "inputs_embeds"
 POSITIONS = "position_ids"
@@ -116,8 +125,13 @@ class Captured:
             module.register_forward_hook(partial(_forget, name), always_call=True)
 
 
-def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bool) -> Captured:
+def capture(
+    lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bool, is_scored: bool = False
+) -> Captured:
     """Run a model on the meta device, and note its structure.
+
+    Args:
+        is_scored: whether its head scores texts.
 
     Raises:
         PlanError: it has no list of decoder layers, does not call them one after the other, or its
@@ -138,7 +152,10 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
         watched.ids = batch.inputs
         with calling(BlockCall(recording=recording)), drawing:
-            watched.logits = lm(input_ids=batch.inputs, **options).logits
+            if is_scored:
+                watched.logits = token_scores(lm, input_ids=batch.inputs, **options)
+            else:
+                watched.logits = lm(input_ids=batch.inputs, **options).logits
 
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -179,6 +196,27 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         draws=drawing.is_used,
         widths=watched.widths,
     )
+
+
+def token_scores(lm: nn.Module, **options: Any) -> Tensor:
+    """The scores of each token, of which transformers returns those of the last one of a text.
+
+    Raises:
+        PlanError: the model has no linear that scores tokens.
+    """
+    score = getattr(lm, SCORE, None)
+    if not isinstance(score, nn.Linear):
+        what = f"{type(lm).__name__} has no linear that scores tokens"
+        raise PlanError(Fault("model.labels", what, need="0", fix=OTHER))
+    end = score.register_forward_pre_hook(end_at_input, prepend=True)
+    try:
+        lm(**options)
+    except BlockDone as done:
+        x = done.x
+    finally:
+        end.remove()
+    scores: Tensor = score(x)
+    return scores
 
 
 def _attributes(lm: nn.Module) -> Iterator[tuple[str, str, Any]]:

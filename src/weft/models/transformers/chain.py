@@ -28,6 +28,7 @@ from weft.models.transformers.capture import (
     EMBEDS,
     HIDDEN,
     POSITIONS,
+    SCORE,
     Captured,
     forward_options,
     is_list,
@@ -35,18 +36,15 @@ from weft.models.transformers.capture import (
 from weft.models.transformers.carried import CarriedTensors, by_place, with_arguments
 from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.experts import set_dispatch
-from weft.models.transformers.interfaces import BlockCall, calling, current_call
+from weft.models.transformers.interfaces import (
+    BlockCall,
+    BlockDone,
+    calling,
+    current_call,
+    end_at_input,
+)
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import is_drop_out
-
-
-class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
-    """The output of a block, raised where its part of the model's forward ends."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = x
-
 
 MODULE = frozenset(nn.Module.__mro__)
 
@@ -212,19 +210,20 @@ class LogitsBlock(WholeBlock):
         """The linear, or what stands in its place."""
         return self.lm.get_submodule(self.logits)
 
+    @property
+    def trained_whole(self) -> nn.Module | None:
+        """What adapters leave trained."""
+        return self.proj if self.logits == SCORE else None
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         proj = self.proj
         # before other hooks: those of the linear itself are for its call by `head_output`
-        end = proj.register_forward_pre_hook(_end_at_input, prepend=True)
+        end = proj.register_forward_pre_hook(end_at_input, prepend=True)
         try:
             x = super().forward(x, batch)
         finally:
             end.remove()
         return self.head_output(proj, x, batch)
-
-
-def _end_at_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
-    raise BlockDone(args[0])
 
 
 class LayerBlock(nn.Module):

@@ -14,8 +14,8 @@ from weft.config.hf.architectures import KEY
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.transformers.adapt import adapt
-from weft.models.transformers.build import Architecture, architecture_of, build
-from weft.models.transformers.capture import OTHER
+from weft.models.transformers.build import Architecture, architecture_of
+from weft.models.transformers.capture import OTHER, token_scores
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import SIZES
@@ -65,7 +65,7 @@ def _compare(found: Architecture, *, packs_documents: bool) -> None:
     batch = token_batch(ids, ids)
     with torch.no_grad():
         try:
-            right = _logits(_filled(found, EAGER), batch)
+            right = _logits(_filled(found, EAGER), batch, is_scored=found.labels > 0)
         except Exception as error:
             what = f"transformers' own forward fails: {type_and_message(error)}"
             raise PlanError(Fault(KEY, what, fix=OTHER)) from error
@@ -109,13 +109,15 @@ def _filled(found: Architecture, implementation: str) -> nn.Module:
     """The model with the same values for each implementation."""
     with torch.device("cpu"), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
-        lm = build(found.config, implementation=implementation).double()
+        lm = found.build(implementation).double()
         stored = lm.state_dict(keep_vars=True).values()
         for x in {id(x): x for x in stored if x.is_floating_point()}.values():
             x.add_(torch.randn_like(x), alpha=NOISE)
     return lm.eval()  # without dropout, which transformers draws in another way
 
 
-def _logits(lm: nn.Module, batch: Batch) -> Tensor:
+def _logits(lm: nn.Module, batch: Batch, *, is_scored: bool) -> Tensor:
+    if is_scored:
+        return token_scores(lm, input_ids=batch.inputs, use_cache=False)
     logits: Tensor = lm(input_ids=batch.inputs, use_cache=False).logits
     return logits

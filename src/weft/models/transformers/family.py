@@ -12,14 +12,28 @@ from torch import nn
 from weft.code.identity import CodeIdentity
 from weft.code.sources import version_of
 from weft.code.values import short_digest
-from weft.config.hf.architectures import KEY, PREFIX, architectures, model_type_of
+from weft.config.hf.architectures import (
+    KEY,
+    PREFIX,
+    architectures,
+    model_type_of,
+    scored_architectures,
+)
 from weft.errors import ConfigError, Fault
 from weft.models.transformers.adapt import adapt
 from weft.models.transformers.axis_rows import axes_of, shards, shards_parts
-from weft.models.transformers.build import architecture_of, build, default_config
+from weft.models.transformers.build import architecture_of, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
-from weft.models.transformers.sizes import AXES, DROPOUT, SETTINGS, SIZES, fields_of, tiny_size
+from weft.models.transformers.sizes import (
+    AXES,
+    DROPOUT,
+    LABELS,
+    SETTINGS,
+    SIZES,
+    fields_of,
+    tiny_size,
+)
 from weft.models.user_family import UserFamily
 from weft.models.user_model import Model
 
@@ -47,7 +61,7 @@ def transformers_family(name: str) -> UserFamily:
     def blocks(config: Any) -> dict[str, nn.Module]:
         """The chain embed, layer0, ..., head."""
         found = architecture_of(model_type, values_of(config))
-        lm = adapt(build(found.config, implementation=found.captured.implementation))
+        lm = adapt(found.build())
         for own in found.untrained:
             lm.get_parameter(own).requires_grad_(False)
         return blocks_of_model(
@@ -96,7 +110,11 @@ def _config_class(model_type: str) -> type:
     ]
     help_text = {"help": "dropout as the settings say; False: none"}
     dropout = (DROPOUT, bool, field(default=True, metadata=help_text))
-    return make_dataclass("Config", [*entries, dropout, *texts], frozen=True)
+    labels = []
+    if model_type in scored_architectures():
+        help_text = {"help": "scores of a text; 0: the head is that of the vocabulary"}
+        labels.append((LABELS, int, field(default=0, metadata=help_text)))
+    return make_dataclass("Config", [*entries, dropout, *labels, *texts], frozen=True)
 
 
 def _text_part(model_type: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.config.hf.architectures import scored_architectures
 from weft.config.hf.mapping import (
     ConfigMapping,
     HFMapping,
@@ -31,7 +32,15 @@ from weft.models.transformers.build import (
     random_of,
 )
 from weft.models.transformers.interfaces import EAGER
-from weft.models.transformers.sizes import NONE, SETTINGS, derived, fields_of, own_name
+from weft.models.transformers.sizes import (
+    LABEL_KEYS,
+    LABELS,
+    NONE,
+    SETTINGS,
+    derived,
+    fields_of,
+    own_name,
+)
 from weft.models.transformers.stored import stored_tensors
 
 POSITIONS = "max_seq_len"
@@ -44,7 +53,10 @@ def folder_mapping(model_type: str, class_name: str) -> HFMapping:
         architecture=class_name,
         model_type=model_type,
         config=ConfigMapping(whole=own, unwritable=own.unwritable),
-        weights=WeightMapping(own=own, ignored=("*.rotary_emb.inv_freq",), index_sets=_none),
+        weights=WeightMapping(
+            own=own, ignored=("*.rotary_emb.inv_freq",), index_sets=_none, unused=own.unused
+        ),
+        scored=scored_architectures().get(model_type, ""),
     )
 
 
@@ -107,7 +119,8 @@ class FolderConfig:
         read = self._read(config)
         sizes = dict(fields_of(default))
         settings = {own_name(default, name): value for name, value in _with_floats(config).items()}
-        others = {name: value for name, value in settings.items() if name not in sizes.values()}
+        left_out = {*sizes.values(), *LABEL_KEYS}
+        others = {name: value for name, value in settings.items() if name not in left_out}
         values = vars(read)  # an attribute that differs between layers cannot be asked for
         found: Flat = {
             field: values[name] if name in values else getattr(read, name)
@@ -139,9 +152,21 @@ class FolderConfig:
         found = architecture_of(self.model_type, self._values(cfg))
         own = {rule.tensor: rule for rule in self.packed(cfg)}
         with torch.device("meta"):
-            lm = build(found.config, implementation=EAGER)
+            lm = found.build(EAGER)
         for tensor, name, part in stored_tensors(lm, found.shapes):
             yield replace(own[name], tensor=tensor, part=part)
+
+    def unused(self, cfg: Any) -> tuple[str, ...]:
+        """The tensors of a language model's head, which a model with labels leaves out."""
+        found = architecture_of(self.model_type, self._values(cfg))
+        if not found.labels:
+            return ()
+        with torch.device("meta"):
+            lm: Any = build(found.config, implementation=EAGER)
+        head = lm.get_output_embeddings()
+        path = next(path for path, module in lm.named_modules() if module is head)
+        shapes = {f"{path}.{name}": tuple(param.shape) for name, param in head.named_parameters()}
+        return (*shapes, *(tensor for tensor, _, _ in stored_tensors(lm, shapes)))
 
     def packed(self, cfg: Any) -> Iterator[WeightRule]:
         """One tensor a parameter, under the name that it has in memory."""
@@ -157,4 +182,5 @@ class FolderConfig:
 
     def _values(self, cfg: Any) -> dict[str, Any]:
         sizes = dict(fields_of(default_config(self.model_type)))
-        return {name: getattr(cfg, name) for name in (*sizes, SETTINGS)}
+        found = {name: getattr(cfg, name) for name in (*sizes, SETTINGS)}
+        return {**found, LABELS: getattr(cfg, LABELS, 0)}

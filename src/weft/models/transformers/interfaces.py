@@ -63,6 +63,19 @@ class BlockCall:
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
 
+class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
+    """The output of a block, raised where its part of the model's forward ends."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+def end_at_input(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook that ends the forward with what the module reads."""
+    raise BlockDone(args[0])
+
+
 _call: ContextVar[BlockCall] = ContextVar("call of a block")
 
 

@@ -10,6 +10,9 @@ SETTINGS = "settings"
 """Field with all other keys of config.json, as JSON."""
 DROPOUT = "dropout"
 """Field that says whether settings drop out."""
+LABELS = "labels"
+"""Field with the number of scores of a text; 0: the head is that of the vocabulary."""
+LABEL_KEYS = ("num_labels", "id2label", "label2id")
 AXES = "axes"
 """Field with the axes that a run shards, by patterns of names, as JSON."""
 
