@@ -131,6 +131,8 @@ def test_flags_are_words_of_the_command_line() -> None:
         as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)})
         == '--mesh "dp2 tp2" --pipeline.split 2 2'
     )
+    for text in ('{"layer*.q": ["heads", null]}', "a $HOME `b`", "layer*", "it's", "plain"):
+        assert shlex.split(as_flags({"model.axes": text})) == ["--model.axes", text]
     argv = shlex.split(as_flags({"mesh": ""}))
     mesh = load(argv, FAMILIES).mesh
     assert mesh == ""

@@ -21,7 +21,7 @@ from benchmarks.architectures import against_transformers, float64_alone, proven
 from weft.config.hf import architectures
 from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
-from weft.errors import CheckpointError, ConfigError, PlanError
+from weft.errors import CheckpointError, ConfigError, PlanError, UserError
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
 from weft.models.transformers.adapt import adapt
@@ -133,6 +133,16 @@ def test_the_types_of_a_step_are_known(name: str, mesh: str) -> None:
     certificate = certify(MeasuredRun.of(run))
     assert [finding.text for finding in certificate.findings] == []
     assert certificate.verdict == "agrees"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "got"),
+    [("cp8", "4 heads"), pytest.param("cp4 tp2", "2 heads on each rank", marks=pytest.mark.slow)],
+)
+def test_heads_that_ulysses_cannot_exchange_are_rejected_at_the_start(mesh: str, got: str) -> None:
+    words = ("--model.name", "hf:llama", "--mesh", mesh, "--parallel.context", "ulysses")
+    with pytest.raises(UserError, match=rf"cp\d does not divide the heads \(got {got}"):
+        load_checked_run(words)
 
 
 def test_layers_that_read_other_documents_are_rejected_at_the_start() -> None:

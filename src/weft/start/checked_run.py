@@ -78,7 +78,12 @@ def load_checked_run(
         chosen_recompute = choose_recompute(run, is_flag=RECOMPUTE in loaded.named)
         run = run.with_values({RECOMPUTE: chosen_recompute.value})
         notes.append(chosen_recompute.note)
+    given = run
     run, model_notes = prepared(run)
+    if run is not given:  # axes that were found may shard heads, which layouts have rules for
+        faults = run_checks(run, config_checks, *tables)
+        if faults:
+            raise UserError(*faults)
     if is_first(os.environ):
         for line in filter(None, (*notes, *model_notes)):
             print(line, file=sys.stderr)

@@ -10,12 +10,13 @@ parallel on the meta device, where the transforms reject what would compute othe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.comm.comm import Comm
 from weft.comm.transport import MetaTransport
@@ -24,12 +25,16 @@ from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import Family
+from weft.models.common.attention import Attend
 from weft.models.common.backward_apart import backward_apart
 from weft.models.common.batch import Batch
 from weft.models.common.init import tie
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_facts import axes_faults
 from weft.models.user_family import UserFamily, example, meta_blocks
+from weft.parallel.context.attend import gathered_blocks
+from weft.parallel.context.ulysses import HEADS
+from weft.parallel.cp import uneven_heads
 from weft.parallel.model.executed_code import ExecutedCode, packages_of
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.model.token_ids import NamedIds
@@ -102,7 +107,8 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
         backward_apart(lambda: _check_gradients(blocks, whole, family.model.label))
 
     whole = example(family, config, rows=plan.micro_size, seq_len=plan.seq_len)
-    run_without_memory(run, blocks, whole)
+    with _with_even_heads(blocks, plan):
+        run_without_memory(run, blocks, whole)
     trial = Trial(family, config, pure)
     short, code = trial.run_short(plan.seq_len)
     trial.run_branches(
@@ -112,6 +118,38 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
         replace(short, rows=plan.micro_size, length=plan.seq_len),
         TrialSizes(plan.micro_size, plan.seq_len, dtype),
     )
+
+
+@contextmanager
+def _with_even_heads(blocks: Mapping[str, nn.Module], plan: Plan) -> Iterator[None]:
+    """While active, the blocks run; at the end, reject heads that Ulysses cannot exchange, whatever tp
+    leaves of them. Blocks that work on whole sequences exchange none.
+
+    Raises:
+        PlanError: with their number.
+    """
+    degree = plan.mesh.degree(position_axes()) if plan.context == "ulysses" else 1
+    uneven: dict[str, int] = {}
+    hooks: list[RemovableHandle] = []
+
+    def noted(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def note(_attend: nn.Module, args: tuple[Tensor, ...]) -> None:
+            num_heads = args[0].shape[HEADS]
+            if num_heads % degree:
+                uneven[name] = num_heads
+
+        return note
+
+    for name, block in blocks.items():
+        attentions = [module for module in block.modules() if isinstance(module, Attend)]
+        hooks += [each.register_forward_pre_hook(noted(name)) for each in attentions]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in uneven.keys() - (gathered_blocks(blocks, plan) if uneven else {}):
+        raise PlanError(uneven_heads(degree, f"{uneven[name]} heads"))
 
 
 def _check_gradients(blocks: Mapping[str, nn.Module], whole: Batch, label: str) -> None:

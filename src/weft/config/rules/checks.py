@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from weft.errors import Fault
 Suggestion = Mapping[str, Any]
 """Dotted keys -> values that may remove a fault: `{"mesh": "dp2 tp2"}`."""
 
+SPECIAL = frozenset('"$`\\!')
+"""Characters that a shell reads between double quotes, too."""
 MOST_SHOWN = 2
 """Suggestions that a fault names."""
 MOST_TRIED = 12
@@ -150,10 +153,10 @@ def _word(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(_word, value))
     text = str(value)
-    needs_quotes = text == "" or " " in text
-    if needs_quotes:
-        return f'"{text}"'
-    return text
+    quoted = shlex.quote(text)
+    if quoted == text or set(text) & SPECIAL:
+        return quoted
+    return f'"{text}"'
 
 
 def _overlap(key: str, other: str) -> bool:
