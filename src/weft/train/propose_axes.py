@@ -91,11 +91,13 @@ class LinearRegion:
         columns: linears whose results the region consists of.
         row: the linear that reads them all.
         roles: linear -> number of heads, for "q", "k" and "v", where they go through attention.
+        norms: parameter with an entry for each feature of a result -> linears that this is of.
     """
 
     columns: tuple[str, ...]
     row: str
     roles: Mapping[str, Mapping[str, int]]
+    norms: Mapping[str, frozenset[str]]
 
 
 @dataclass
@@ -106,12 +108,14 @@ class Uses:
         token_embeddings: embeddings of the inputs.
         logits: linears whose results the loss reads.
         roles: linear -> role in attention -> heads.
+        norms: as of the regions, of all linears.
     """
 
     groups: list[LinearRegion] = field(default_factory=list)
     token_embeddings: list[str] = field(default_factory=list)
     logits: list[str] = field(default_factory=list)
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
+    norms: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 @uncompiled_mode
@@ -167,8 +171,19 @@ class UseTrace(TorchDispatchMode):
         if not sources or sources & NOT_LINEARS:
             return False
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
-        self.uses.groups.append(LinearRegion(columns=tuple(sorted(sources)), row=name, roles=roles))
+        norms = {param: of for param, of in self.uses.norms.items() if of <= sources}
+        columns = tuple(sorted(sources))
+        self.uses.groups.append(LinearRegion(columns, name, roles=roles, norms=norms))
         return True
+
+    def scale(self, name: str, module: nn.Module, x: Tensor) -> None:
+        """A module reads x; its parameters with an entry for each feature follow the linears of x."""
+        sources = self.sources(x)
+        if not sources or sources & NOT_LINEARS:
+            return
+        for path, param in module.named_parameters(recurse=False):
+            if param.shape == x.shape[-1:]:
+                self.uses.norms[f"{name}.{path}"] = sources
 
 
 def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
@@ -240,6 +255,13 @@ def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
             trace.attend(args[:3], dim=2)
 
         module.register_forward_pre_hook(attend)
+    elif module._parameters:
+
+        def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor):
+                trace.scale(name, module, args[0])
+
+        module.register_forward_pre_hook(scale)
 
 
 def as_it_is(config: ModelConfig, _table: Table) -> ModelConfig:
@@ -327,6 +349,8 @@ def _candidates(uses: Uses, shapes: Shapes) -> Iterator[tuple[str, list[Table]]]
         if group not in known:
             known.append(group)
     for (columns, row), groups in merged.items():
+        if any(group.row in uses.logits for group in groups):
+            continue  # sharded by the vocabulary
         forms = [
             _merged(each) for each in zip(*(_forms(group, shapes) for group in groups), strict=True)
         ]
@@ -352,7 +376,17 @@ def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
         for name, row in forms[-1].items()
         if name.rpartition(".")[0] in shared
     }
-    return [*forms, {**forms[-1], **whole}]
+    return [_with_norms(form, group) for form in (*forms, {**forms[-1], **whole})]
+
+
+def _with_norms(form: Table, group: LinearRegion) -> Table:
+    """The form with the parameters of norms, sharded as what they read."""
+    found = dict(form)
+    for param, linears in group.norms.items():
+        out_axes = {form[f"{name}.weight"][0] for name in linears}
+        of_all = form[f"{group.row}.weight"][1]
+        found[param] = (out_axes.pop() if len(out_axes) == 1 else of_all,)
+    return found
 
 
 def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Table:

@@ -53,11 +53,13 @@ from weft.parallel.tensor.dims import (
     is_repeated,
     is_sharded,
     length,
+    whole_dim,
     whole_dims,
 )
 from weft.parallel.tensor.propagate import arguments, rule_of
 from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.traced_op import TracedOp
+from weft.parallel.tensor.width_statistics import Width
 
 DECLARE_ENTRY = (
     "shard nn.Linear weights alone, whose input enters a region, or declare both ends in one module: "
@@ -128,6 +130,8 @@ class Findings:
         shared_heads: attention whose heads of queries are sharded, and those of keys and values whole
             -> this rank's heads of queries.
         dropout: name of a block -> how the tensors of its calls of dropout are sharded.
+        statistics: module -> at each of its calls of a function over its last dim, in order, this
+            rank's entries where the statistic is over ranks, else 0; see Note [Statistics over ranks].
         whole: name of a block -> how it works on whole sequences.
     """
 
@@ -137,6 +141,7 @@ class Findings:
     sharded_losses: dict[str, int] = field(default_factory=dict)
     shared_heads: dict[str, int] = field(default_factory=dict)
     dropout: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
+    statistics: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: dict[str, WholeSequence] = field(default_factory=dict)
 
     @property
@@ -166,6 +171,9 @@ class Findings:
         for path, num_heads in self.shared_heads.items():
             if _is_below(path, block):
                 found.shared_heads[path] = num_heads
+        for path, widths in self.statistics.items():
+            if _is_below(path, block):
+                found.statistics[path] = widths
         found.dropout[block] = self.dropout.get(block, ())
         return found
 
@@ -186,6 +194,8 @@ class Findings:
             found.sharded_losses[rename(path)] = num_entries
         for path, num_heads in self.shared_heads.items():
             found.shared_heads[rename(path)] = num_heads
+        for path, widths in self.statistics.items():
+            found.statistics[rename(path)] = widths
         for name, calls in self.dropout.items():
             found.dropout[rename(name)] = calls
         return found
@@ -197,6 +207,7 @@ class Findings:
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
         self.shared_heads.update(other.shared_heads)
+        self.statistics.update(other.statistics)
         self.dropout.update(other.dropout)
 
 
@@ -230,6 +241,8 @@ class ShardingTrace(TorchDispatchMode):
         self.findings = Findings()
         self.module = ""
         self.is_paused = False
+        self._leaf = ""
+        self._widths: list[int] = []
         self._values: TensorNotes[Value] = TensorNotes()
         self._readers: dict[int, str] = {}
 
@@ -410,9 +423,41 @@ class ShardingTrace(TorchDispatchMode):
             self._values.set(x, value)
         return self.enter(x)
 
+    def enter_leaf(self, path: str) -> None:
+        """A module without children is called."""
+        self._leaf, self._widths = path, []
+
+    def leave_leaf(self) -> None:
+        """It returns; its statistics are noted.
+
+        Raises:
+            ShardingError: another call of it computes others.
+        """
+        path, widths = self._leaf, tuple(self._widths)
+        self._leaf = ""
+        known = self.findings.statistics.setdefault(path, widths)
+        if known != widths and any((*known, *widths)):
+            raise ShardingError("a norm is called on a sharded width and on another one")
+
+    def width_of(self, x: Tensor) -> Width | None:
+        """The width that a module without children computes a statistic of; None where it is whole."""
+        if not self._leaf:
+            return None
+        own = int(x.shape[-1]) if is_sharded(self.value(x).dims[-1]) else 0
+        self._widths.append(own)
+        return Width(self.total, own * self.degree) if own else None
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over its sharded last dim on all ranks."""
+        value = self.value(x)
+        total = x.new_empty((*x.shape[:-1], 1))
+        combined = self.combined([value])
+        return self.set(total, replace(combined, dims=(*value.dims[:-1], whole_dim(1))))
+
     def forget_readers(self) -> None:
         """Linears share entries only with those of their own block."""
         self._readers.clear()
+        self._leaf = ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_mo
 from weft.parallel.tensor.sharding_mode import Findings, WholeSequence
 from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
+from weft.parallel.tensor.width_statistics import compute_over_ranks
 from weft.parallel.tp import AXIS
 
 _trace_lock = threading.Lock()
@@ -210,6 +211,10 @@ def _trace(
     while True:  # the ranks must agree on the blocks that work on whole sequences
         whole = findings.whole
         last = trace(of_last, degree - 1, whole)
+        for path, widths in findings.statistics.items():
+            if last.statistics.get(path) != widths:
+                what = "is a norm over a width of which ranks along tp have parts of other lengths"
+                raise PlanError(Fault(path, what, got=f"{widths}, {last.statistics.get(path)}"))
         if last.whole == whole:
             return findings
         findings = trace(of_first, 0, last.whole)
@@ -322,6 +327,10 @@ def _make_parallel(
             attend.own_heads = OwnHeads.of_rank(
                 region.comm.index(AXIS), num_heads, total=num_heads * region.comm.degree(AXIS)
             )
+    for path, widths in findings.statistics.items():
+        if any(widths) and path.startswith(f"{name}."):
+            norm = block.get_submodule(path.removeprefix(f"{name}."))
+            compute_over_ranks(norm, widths, region)
     _make_regions(block, modules, columns, region)
     _share_entries(name, block, entries, columns, findings)
     if modules.embeddings and region.sequence_parallel:
