@@ -225,6 +225,11 @@ def _is_below(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
+def _memory(tensor: Tensor) -> int:
+    """Identity of the memory that a tensor views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @uncompiled_mode
 class ShardingTrace(TorchDispatchMode):
     """Follows values through every torch operation of a forward; see Note [Sharding trace].
@@ -244,6 +249,7 @@ class ShardingTrace(TorchDispatchMode):
         self._leaf = ""
         self._widths: list[int] = []
         self._values: TensorNotes[Value] = TensorNotes()
+        self._fresh: dict[int, Tensor] = {}
         self._readers: dict[int, str] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -280,13 +286,18 @@ class ShardingTrace(TorchDispatchMode):
                 tensor for tensor, known in zip(tensors, are_known, strict=True) if not known
             )
         if is_constant or not any(are_known):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if not tensors or is_constant:
+                self._fresh.update({_memory(tensor): tensor for tensor in tensors_in(out)})
+            return out
         values = list(map(self.value, tensors))
         is_plain = not any(value.sharded or value.repeated for value in values)
         if is_plain and name != "expand":
             out = func(*args, **kwargs)
             out_dims = [whole_dims(tensor.shape) for tensor in tensors_in(out)]
-            return self._note(out, out_dims, values)
+            self._note(out, out_dims, values)
+            self._note_write(func, out)
+            return out
         rule = rule_of(func)
         if rule is None:
             with self:
@@ -301,13 +312,38 @@ class ShardingTrace(TorchDispatchMode):
             operands=tuple(value.dims for value in values),
             outputs=tuple(tensors_in(out)),
         )
-        return self._note(out, rule(operation), values)
+        self._note(out, rule(operation), values)
+        self._note_write(func, out)
+        return out
 
     def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
         value = self.combined(values)
         for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
             self.set(tensor, replace(value, dims=its_dims))
         return out
+
+    def _note_write(self, func: Any, part: Any) -> None:
+        """Of a new tensor, a part of which an operation wrote, the dims that are sharded.
+
+        Raises:
+            ShardingError: the sharded dim is not one of the whole, or other parts are not sharded.
+        """
+        is_write = func._schema.is_mutable and isinstance(part, Tensor)
+        whole = self._fresh.get(_memory(part)) if is_write else None
+        if whole is None or whole is part:
+            return
+        written, value = self.value(whole), self.value(part)
+        dims = list(written.dims)
+        for size, stride, dim in zip(part.shape, part.stride(), value.dims, strict=True):
+            places = [at for at in range(whole.dim()) if whole.stride(at) == stride]
+            if is_sharded(dim) and size not in [whole.shape[at] for at in places]:
+                raise ShardingError("a sharded dim is written into a part of another one")
+            for at in places:
+                if is_sharded(dim) and whole.shape[at] == size:
+                    dims[at] = dim
+                elif is_sharded(dims[at]) and not (is_sharded(dim) or is_repeated(dim)):
+                    raise ShardingError("a whole dim is written into a sharded one")
+        self.set(whole, replace(self.combined([written, value]), dims=tuple(dims)))
 
     def combined(self, values: list[Value]) -> Value:
         """Side and sources of a result, from those of the operands; notes on which side whole
@@ -457,6 +493,7 @@ class ShardingTrace(TorchDispatchMode):
     def forget_readers(self) -> None:
         """Linears share entries only with those of their own block."""
         self._readers.clear()
+        self._fresh.clear()
         self._leaf = ""
 
     @contextmanager

@@ -254,7 +254,7 @@ def _local_param(
         size = shard.shape[place]
         is_sharded = sharded_over(axis, rule) == AXIS
         parts: tuple[int, ...] = ()
-        if is_sharded and isinstance(axis, Stacked):
+        if is_sharded and isinstance(axis, Stacked) and len(axis.parts) > 1:
             parts = tuple(box.shape[place] for box in shard.boxes)
         factor = DimFactor(size, is_sharded, parts)
         dims.append((factor,))

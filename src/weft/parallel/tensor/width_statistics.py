@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,10 +57,11 @@ def compute_over_ranks(module: nn.Module, widths: Sequence[int], region: Region)
         widths: as `Findings.statistics` has them.
     """
     degree = region.comm.degree(region.axis)
-    of_calls = tuple(
-        Width(partial(sum_over_ranks, region=region), own * degree) if own else None
-        for own in widths
-    )
+
+    def total(x: Tensor) -> Tensor:
+        return sum_over_ranks(x, region)
+
+    of_calls = tuple(Width(total, own * degree) if own else None for own in widths)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         calls = iter(of_calls)
