@@ -212,9 +212,10 @@ def _trace(
         whole = findings.whole
         last = trace(of_last, degree - 1, whole)
         for path, widths in findings.statistics.items():
-            if last.statistics.get(path) != widths:
+            of_last_rank = last.statistics.get(path, ())
+            if any(widths) and of_last_rank != widths:
                 what = "is a norm over a width of which ranks along tp have parts of other lengths"
-                raise PlanError(Fault(path, what, got=f"{widths}, {last.statistics.get(path)}"))
+                raise PlanError(Fault(path, what, got=f"{widths}, {of_last_rank}"))
         if last.whole == whole:
             return findings
         findings = trace(of_first, 0, last.whole)
