@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
+from weft.parallel.tensor.dims import DimFactor, ShardingError, is_sharded
 from weft.parallel.tensor.region import Region
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
-from weft.parallel.tensor.dims import DimFactor, ShardingError, is_sharded
 from weft.parallel.tensor.width_statistics import StatisticsMode, compute_over_ranks
 from weft.testing import run_ranks
 

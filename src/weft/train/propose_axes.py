@@ -184,7 +184,9 @@ class UseTrace(TorchDispatchMode):
             self.uses.readers.setdefault(one, set()).add(name)
         if self.projections is None or name in self.projections:
             return False
-        sources -= {one for one in sources if self.uses.readers[one] & sources}  # latents of k and v
+        sources -= {
+            one for one in sources if self.uses.readers[one] & sources
+        }  # latents of k and v
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
         norms = {param: of for param, of in self.uses.norms.items() if of <= sources}
         columns = tuple(sorted(sources))

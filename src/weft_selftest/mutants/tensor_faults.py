@@ -197,9 +197,7 @@ def of_own_width(_sum: Callable[..., Tensor], x: Tensor, region: Region) -> Tens
     return x.sum(-1, keepdim=True) * region.comm.degree(region.axis)
 
 
-def own_gradient_of_statistic(
-    _sum: Callable[..., Tensor], x: Tensor, region: Region
-) -> Tensor:
+def own_gradient_of_statistic(_sum: Callable[..., Tensor], x: Tensor, region: Region) -> Tensor:
     """The gradient of a statistic is that of a rank's own uses of it."""
     return ops.reduce_from_region(x.sum(-1, keepdim=True), region.comm, region.axis)
 
