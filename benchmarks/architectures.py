@@ -32,13 +32,13 @@ from torch.overrides import TorchFunctionMode
 
 import weft
 from weft.config.hf.architectures import PREFIX, architectures
-from weft.errors import UserError, WeftError
+from weft.errors import PlanError, UserError, WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.models.common.dropout import uniform_like
 from weft.models.common.layers import Loss
 from weft.models.transformers.adapt import adapt
-from weft.models.transformers.build import Architecture, architecture_of, build
+from weft.models.transformers.build import Architecture, architecture_of, build, config_of
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.draws import DrawsByCounter
@@ -176,7 +176,7 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
     if one_device.word != "equal":
         return
     found = architecture_of(model_type, _values(model_type))
-    ties = hasattr(found.config, "tie_word_embeddings")
+    ties = hasattr(found.config, "tie_word_embeddings") and _can_tie(model_type)
     for name, keys in LAYOUTS.items():
         if name not in columns:
             continue
@@ -190,6 +190,14 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
             continue
         what = (part,)
         yield name, tried(lambda what=what: proven(model_type, {"mesh": "dp2"}, what=what))
+
+
+def _can_tie(model_type: str) -> bool:
+    try:
+        config_of(model_type, {**_values(model_type), SETTINGS: TIED})
+    except PlanError:
+        return False
+    return True
 
 
 def tried(act: Callable[[], Outcome]) -> Outcome:

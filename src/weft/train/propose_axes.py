@@ -125,8 +125,8 @@ class UseTrace(TorchDispatchMode):
     """Follows every tensor back to the linears that it was computed from; see the module's text.
 
     Args:
-        projections: linears whose results are q, k or v, which close no group; None: not known yet,
-            and none closes one.
+        projections: linears whose results are q, k, v or logits, which close no group; None: not
+            known yet, and none closes one.
         num_tokens: of the batch.
     """
 
@@ -211,7 +211,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
         PlanError: its forward fails there.
     """
     first = _traced(family, config, plan, projections=None)
-    return _traced(family, config, plan, projections=first.roles)
+    return _traced(family, config, plan, projections={*first.roles, *first.logits})
 
 
 def _traced(
@@ -383,8 +383,6 @@ def _candidates(uses: Uses, shapes: Shapes) -> Iterator[tuple[str, list[Table]]]
         if group not in known:
             known.append(group)
     for (columns, row), groups in merged.items():
-        if any(group.row in uses.logits for group in groups):
-            continue  # sharded by the vocabulary
         forms = [
             _merged(each) for each in zip(*(_forms(group, shapes) for group in groups), strict=True)
         ]
@@ -413,8 +411,7 @@ def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
     }
     in_units = {name: _in_units(row, group, name) for name, row in forms[-1].items()}
     forms += [{**forms[-1], **whole}, in_units]
-    norms = {name: of for name, of in group.norms.items() if name in shapes}
-    return [_with_norms(form, norms, of_all=axis) for form in forms]
+    return [_with_norms(form, group, shapes, of_all=axis) for form in forms]
 
 
 def _in_units(
@@ -428,16 +425,19 @@ def _in_units(
     return (Stacked((axis, max(heads))), *row[1:])
 
 
-def _with_norms(form: Table, norms: Mapping[str, frozenset[str]], *, of_all: DimAxis) -> Table:
+def _with_norms(form: Table, group: LinearRegion, shapes: Shapes, *, of_all: DimAxis) -> Table:
     """The form with the parameters of norms, sharded as what they read.
 
     Args:
-        of_all: axis of the results of several linears together.
+        of_all: axis of the results of several linears together, and of a part of one.
     """
     found = dict(form)
-    for param, linears in norms.items():
-        out_axes = {form[f"{name}.weight"][0] for name in linears}
-        found[param] = (out_axes.pop() if len(out_axes) == 1 else of_all,)
+    for param, linears in group.norms.items():
+        if param not in shapes:
+            continue
+        weights = [f"{name}.weight" for name in linears]
+        is_of_one = len(weights) == 1 and shapes[weights[0]][:1] == shapes[param]
+        found[param] = (form[weights[0]][0] if is_of_one else of_all,)
     return found
 
 
