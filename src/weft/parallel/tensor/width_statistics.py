@@ -170,7 +170,7 @@ class StatisticsMode(TorchFunctionMode):
         if compute is None:
             return func(*args, **kwargs)
         names = ("normalized_shape",) if compute in (_rms_norm, _layer_norm) else ("dim", "axis")
-        x, *given = (kwargs.pop("input"),) if not args else args
+        x, *given = args if args else (kwargs.pop("input"),)
         for name in names:
             if name in kwargs:
                 given.insert(0, kwargs.pop(name))
