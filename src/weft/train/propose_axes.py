@@ -425,7 +425,9 @@ def _in_units(
     return (Stacked((axis, max(heads))), *row[1:])
 
 
-def _with_norms(form: Table, group: LinearRegion, shapes: Shapes, *, of_all: DimAxis) -> Table:
+def _with_norms(
+    form: Table, group: LinearRegion, shapes: Shapes, *, of_all: DimAxis | None
+) -> Table:
     """The form with the parameters of norms, sharded as what they read.
 
     Args:

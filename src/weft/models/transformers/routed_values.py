@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from weft.models.common.uncompiled import uncompiled_mode
 
-MOST_ENTRIES = 2**20
-"""Entries of a tensor whose values are kept."""
+MOST_ENTRIES, MOST_WHOLE = 2**20, 2**26
+"""Entries of a tensor whose values are kept, and of one of whole numbers: of all tokens and experts."""
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
@@ -57,7 +57,8 @@ class RoutedValues(TorchDispatchMode):
                 self._values.pop(id(out), None)
             if func.overloadpacket is torch.ops.aten.topk:
                 numbers = out[1]
-                self._values[id(numbers)] = (numbers, even_load(*args[:1], numbers, *args[2:3]))
+                dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+                self._values[id(numbers)] = (numbers, even_load(args[0], numbers, dim))
             return out
         return self._with_values(func, args, kwargs)
 
@@ -66,8 +67,7 @@ class RoutedValues(TorchDispatchMode):
             out = func(*args, **kwargs)
         except Exception:  # noqa: BLE001 - it reads values, or has a shape by them
             out = None
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if max(sizes, default=0) > MOST_ENTRIES:
+        if any(map(_is_large, tree_leaves(out))):
             return out
         with _disable_current_modes():
             known = func(*tree_map(self._known, args), **tree_map(self._known, kwargs))
@@ -85,6 +85,12 @@ class RoutedValues(TorchDispatchMode):
         if isinstance(x, Tensor):
             return self._values[id(x)][1] if x.is_meta else x
         return CPU if isinstance(x, torch.device) and x == META else x
+
+
+def _is_large(x: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return False
+    return x.numel() > (MOST_ENTRIES if x.is_floating_point() else MOST_WHOLE)
 
 
 class ReadLists(TorchFunctionMode):
@@ -111,7 +117,7 @@ def _on_meta(x: Any) -> Any:
     return torch.empty_like(x, device=META) if isinstance(x, Tensor) else x
 
 
-def even_load(scores: Tensor, numbers: Tensor, dim: int = -1) -> Tensor:
+def even_load(scores: Tensor, numbers: Tensor, dim: int) -> Tensor:
     """Numbers of experts by which each has as many tokens, in the place of those of `topk`."""
     moved = numbers.movedim(dim, -1)
     with _disable_current_modes():
