@@ -155,8 +155,8 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
         ("falcon_h1", "cp2"),
         ("qwen3_next", "cp2"),
         ("llama4_text", "dp2"),  # its router repeats the tokens of a rank
-        ("glm", "tp2"),  # a rank has one head of keys, of which pairs are turned
-        pytest.param("olmo2", "tp2", marks=pytest.mark.slow),
+        # a rank has one head of keys, of which pairs are turned
+        *(pytest.param(name, "tp2", marks=pytest.mark.slow) for name in ("glm", "olmo2")),
     ],
 )
 def test_the_types_of_a_step_are_known(name: str, mesh: str) -> None:
