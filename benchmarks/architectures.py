@@ -44,6 +44,7 @@ from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import AXES, SETTINGS
+from weft.models.transformers.wide_constants import WideConstants
 from weft.models.user_family import UserFamily
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
@@ -249,7 +250,7 @@ def against_transformers(model_type: str) -> Outcome:
     own = adapt(_seeded(found, found.captured.implementation))
     ids = torch.randint(found.config.vocab_size, (ROWS, LENGTH + 1))
     batch = replace(token_batch(ids[:, :-1], ids[:, 1:]), draw_keys=torch.arange(ROWS))
-    with SameDraws(), DrawsByCounter():  # of routers, as in the blocks of the chain
+    with SameDraws(), DrawsByCounter(), WideConstants():  # as in the blocks of the chain
         logits: Tensor = right(input_ids=batch.inputs, use_cache=False).logits
     targets = batch.targets.flatten()
     right_loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")

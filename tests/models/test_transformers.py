@@ -52,7 +52,7 @@ def test_building_a_model_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "gemma2", "gpt2", "mixtral", "bloom", "deepseek_v4", "zamba2", "jetmoe"),
+        *("llama", "gemma2", "gpt2", "mixtral", "bloom", "deepseek_v4", "zamba2", "jetmoe", "xglm"),
         pytest.param("longcat_flash", marks=pytest.mark.slow),
     ],
 )
@@ -139,6 +139,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
                 ("dbrx", "pp2"),
                 ("rwkv", "cp2"),
                 ("big_bird", "tp2"),
+                ("xglm", "tp2"),
             )
         ),
     ],

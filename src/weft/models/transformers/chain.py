@@ -46,6 +46,7 @@ from weft.models.transformers.interfaces import (
 from weft.models.transformers.routed_values import routed_values
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import is_drop_out
+from weft.models.transformers.wide_constants import WideConstants
 
 MODULE = frozenset(nn.Module.__mro__)
 
@@ -294,7 +295,8 @@ def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) 
     try:
         draws = DrawsByCounter() if block.draws else nullcontext()
         values = routed_values() if block.reads_values and x.is_meta else nullcontext()
-        with calling(BlockCall(x, batch, embeds, tensors=tensors)), draws, values:
+        types = WideConstants() if x.dtype == torch.float64 else nullcontext()
+        with calling(BlockCall(x, batch, embeds, tensors=tensors)), draws, values, types:
             out = lm(**options)
     except BlockDone as done:
         return block.carried.pack(done.x, tensors, block.index + 1)
