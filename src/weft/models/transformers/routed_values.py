@@ -120,7 +120,8 @@ def _on_meta(x: Any) -> Any:
 
 def even_load(scores: Tensor, numbers: Tensor, dim: int) -> Tensor:
     """Numbers of experts by which each has as many tokens, in the place of those of `topk`."""
-    moved = numbers.movedim(dim, -1)
+    outer = list(numbers.shape)
+    top_k = outer.pop(dim)
     with _disable_current_modes():
-        places = torch.arange(moved.numel(), device=CPU).reshape(moved.shape)
+        places = torch.arange(numbers.numel(), device=CPU).reshape(*outer, top_k)
         return (places % scores.shape[dim]).movedim(-1, dim)
