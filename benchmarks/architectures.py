@@ -32,18 +32,19 @@ from torch.overrides import TorchFunctionMode
 
 import weft
 from weft.config.hf.architectures import PREFIX, architectures
-from weft.errors import UserError, WeftError
+from weft.errors import PlanError, UserError, WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.models.common.dropout import uniform_like
 from weft.models.common.layers import Loss
 from weft.models.transformers.adapt import adapt
-from weft.models.transformers.build import Architecture, architecture_of, build
+from weft.models.transformers.build import Architecture, architecture_of, build, config_of
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import AXES, SETTINGS
+from weft.models.transformers.wide_constants import WideConstants
 from weft.models.user_family import UserFamily
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
@@ -176,7 +177,7 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
     if one_device.word != "equal":
         return
     found = architecture_of(model_type, _values(model_type))
-    ties = hasattr(found.config, "tie_word_embeddings")
+    ties = hasattr(found.config, "tie_word_embeddings") and _can_tie(model_type)
     for name, keys in LAYOUTS.items():
         if name not in columns:
             continue
@@ -190,6 +191,14 @@ def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, 
             continue
         what = (part,)
         yield name, tried(lambda what=what: proven(model_type, {"mesh": "dp2"}, what=what))
+
+
+def _can_tie(model_type: str) -> bool:
+    try:
+        config_of(model_type, {**_values(model_type), SETTINGS: TIED})
+    except PlanError:
+        return False
+    return True
 
 
 def tried(act: Callable[[], Outcome]) -> Outcome:
@@ -241,7 +250,7 @@ def against_transformers(model_type: str) -> Outcome:
     own = adapt(_seeded(found, found.captured.implementation))
     ids = torch.randint(found.config.vocab_size, (ROWS, LENGTH + 1))
     batch = replace(token_batch(ids[:, :-1], ids[:, 1:]), draw_keys=torch.arange(ROWS))
-    with SameDraws(), DrawsByCounter():  # of routers, as in the blocks of the chain
+    with SameDraws(), DrawsByCounter(), WideConstants():  # as in the blocks of the chain
         logits: Tensor = right(input_ids=batch.inputs, use_cache=False).logits
     targets = batch.targets.flatten()
     right_loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")

@@ -50,7 +50,11 @@ def test_building_a_model_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gpt2", "mixtral", "bloom", "deepseek_v4", "zamba2"]
+    "name",
+    [
+        *("llama", "gemma2", "gpt2", "mixtral", "bloom", "deepseek_v4", "zamba2", "jetmoe", "xglm"),
+        pytest.param("longcat_flash", marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
     with float64_alone():
@@ -112,6 +116,32 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         pytest.param(
             "recurrent_gemma", {"mesh": "dp2", "parallel.zero": 3}, marks=pytest.mark.slow
         ),
+        # Attention of these was whole on every rank of tp.
+        ("olmo2", {"mesh": "tp2", "parallel.sequence": True}),
+        *(
+            pytest.param(name, {"mesh": mesh}, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("olmo2", "pp2 tp2"),
+                ("olmo2", "cp2 tp2"),
+                ("olmo2", "tp4"),  # of two heads of keys
+                ("gpt_oss", "tp2"),
+                ("deepseek_v3", "tp2"),
+                ("llama4_text", "tp2"),
+                ("opt", "tp2"),
+            )
+        ),
+        # These were rejected: numbers of tokens that experts ask for, keys without a default.
+        *(
+            pytest.param(name, {"mesh": mesh}, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("longcat_flash", "dp2"),
+                ("jetmoe", "tp2"),
+                ("dbrx", "pp2"),
+                ("rwkv", "cp2"),
+                ("big_bird", "tp2"),
+                ("xglm", "tp2"),
+            )
+        ),
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
@@ -126,6 +156,8 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
         ("falcon_h1", "cp2"),
         ("qwen3_next", "cp2"),
         ("llama4_text", "dp2"),  # its router repeats the tokens of a rank
+        # a rank has one head of keys, of which pairs are turned
+        *(pytest.param(name, "tp2", marks=pytest.mark.slow) for name in ("glm", "olmo2")),
     ],
 )
 def test_the_types_of_a_step_are_known(name: str, mesh: str) -> None:
@@ -197,13 +229,32 @@ def test_skipped_layers_are_0() -> None:
 
 
 def test_what_the_transforms_refuse_is_whole_and_said() -> None:
-    run, notes = prepared(load(["--model.name", "hf:olmo2", "--mesh", "tp2"], FAMILIES))
+    run, notes = prepared(load(["--model.name", "hf:bloom", "--mesh", "tp2"], FAMILIES))
     axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
-    assert axes["layer*.layer.mlp.gate_proj.weight"] == ["ffn", None]
-    assert "layer*.layer.self_attn.q_proj.weight" not in axes
+    assert axes["layer*.layer.mlp.dense_h_to_4h.weight"] == ["ffn", None]
+    assert "layer*.layer.self_attention.query_key_value.weight" not in axes
     (note,) = notes
     assert "whole on every rank" in note
-    assert "self_attn.q_norm" in note
+    assert "self_attention.query_key_value" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("olmo2", {"q_norm.weight": ["heads"], "k_norm.weight": ["kv_heads"]}),
+        pytest.param("gpt_oss", {"sinks": ["heads"]}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"kv_b_proj.weight": ["heads", None]}, marks=pytest.mark.slow),
+        pytest.param(
+            "opt", {"q_proj.weight": [{"stacked": [["heads", 4]]}, None]}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_attention_is_sharded_by_heads(name: str, rows: dict[str, Any]) -> None:
+    """It was whole: norms over all heads, sinks, latents, numbers of heads that are attributes."""
+    run, notes = prepared(load(["--model.name", f"hf:{name}", "--mesh", "tp2"], FAMILIES))
+    axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
+    assert {row: axes[f"layer*.layer.self_attn.{row}"] for row in rows} == rows
+    assert not [note for note in notes if "self_attn" in note]
 
 
 def write_config(folder: Path, **keys: Any) -> Path:

@@ -137,6 +137,16 @@ def test_one_head_on_a_rank_is_sharded_in_its_own_dim() -> None:
     assert result(mode, by_head) == "sharded in dim 2"
 
 
+def test_pairs_of_one_head_that_are_joined_stay_those_of_a_head() -> None:
+    """As rotary code does that turns neighbouring entries."""
+    mode = TypeMode(("tp",))
+    x = typed(mode, "S1", 2, 1, 4, 8)
+    with mode:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    assert result(mode, turned) == "sharded in dim 1"
+    assert not mode.findings
+
+
 def test_one_sequence_on_a_rank_stays_apart_from_its_columns() -> None:
     mode = TypeMode(("tp",))
     x = typed(mode, "S0", 1, 4, 8)

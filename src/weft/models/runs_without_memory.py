@@ -20,7 +20,10 @@ from weft.models.common.batch import Batch
 from weft.models.user_chain import replace_tensors
 
 T = TypeVar("T")
-READS_VALUES = ("on meta tensors", "_local_scalar_dense", "Cannot copy out of meta tensor")
+READS_VALUES = (
+    *("on meta tensors", "_local_scalar_dense", "Cannot copy out of meta tensor"),
+    *("register_meta function for torch.nonzero", "a tensor with unallocated storage"),
+)
 """Parts of what torch says where a value of the meta device is read."""
 VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Classes of errors where a value of a fake tensor is read."""
@@ -39,7 +42,7 @@ def run_without_memory(
     try:
         return run(blocks, batch)
     except Exception as error:
-        if not _reads_values(error):
+        if not reads_values(error):
             raise
         first_error = error
     from torch._subclasses.fake_tensor import FakeTensorMode  # late: it imports the compiler
@@ -49,7 +52,7 @@ def run_without_memory(
             replace_tensors(blocks, _fake)
             return run(blocks, batch.map(_fake))
     except Exception as error:
-        if _reads_values(error):
+        if reads_values(error):
             raise first_error from None
         raise
 
@@ -70,7 +73,7 @@ def _fake(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _reads_values(error: BaseException | None) -> bool:
+def reads_values(error: BaseException | None) -> bool:
     """Whether an error, or one behind it, comes from reading a value."""
     while error is not None:
         message = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ or as one), and named undecided where none is accepted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -30,7 +30,7 @@ from weft.errors import PlanError
 from weft.layout.plan import Plan
 from weft.models.common.attention import Attend
 from weft.models.common.batch import activation_of
-from weft.models.common.init import path_below
+from weft.models.common.init import named_parameters, path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.models.user_facts import rows_of
 from weft.models.user_family import LOSS, WHOLE, UserFamily, example, meta_blocks
@@ -91,11 +91,13 @@ class LinearRegion:
         columns: linears whose results the region consists of.
         row: the linear that reads them all.
         roles: linear -> number of heads, for "q", "k" and "v", where they go through attention.
+        norms: parameter with an entry for each feature of a result -> linears that this is of.
     """
 
     columns: tuple[str, ...]
     row: str
     roles: Mapping[str, Mapping[str, int]]
+    norms: Mapping[str, frozenset[str]]
 
 
 @dataclass
@@ -106,21 +108,33 @@ class Uses:
         token_embeddings: embeddings of the inputs.
         logits: linears whose results the loss reads.
         roles: linear -> role in attention -> heads.
+        norms: as of the regions, of all linears.
+        readers: linear -> linears that read its results alone.
     """
 
     groups: list[LinearRegion] = field(default_factory=list)
     token_embeddings: list[str] = field(default_factory=list)
     logits: list[str] = field(default_factory=list)
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
+    norms: dict[str, frozenset[str]] = field(default_factory=dict)
+    readers: dict[str, set[str]] = field(default_factory=dict)
 
 
 @uncompiled_mode
 class UseTrace(TorchDispatchMode):
-    """Follows every tensor back to the linears that it was computed from; see the module's text."""
+    """Follows every tensor back to the linears that it was computed from; see the module's text.
 
-    def __init__(self) -> None:
+    Args:
+        projections: linears whose results are q, k, v or logits, which close no group; None: not
+            known yet, and none closes one.
+        num_tokens: of the batch.
+    """
+
+    def __init__(self, projections: Collection[str] | None, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses = Uses()
+        self.projections = projections
+        self.num_tokens = num_tokens
         self._sources: TensorNotes[frozenset[str]] = TensorNotes()
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
@@ -166,9 +180,28 @@ class UseTrace(TorchDispatchMode):
         sources = self.sources(x)
         if not sources or sources & NOT_LINEARS:
             return False
+        for one in sources:
+            self.uses.readers.setdefault(one, set()).add(name)
+        if self.projections is None or name in self.projections:
+            return False
+        sources -= {
+            one for one in sources if self.uses.readers[one] & sources
+        }  # latents of k and v
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
-        self.uses.groups.append(LinearRegion(columns=tuple(sorted(sources)), row=name, roles=roles))
+        norms = {param: of for param, of in self.uses.norms.items() if of <= sources}
+        columns = tuple(sorted(sources))
+        self.uses.groups.append(LinearRegion(columns, name, roles=roles, norms=norms))
         return True
+
+    def scale(self, name: str, module: nn.Module, x: Tensor) -> None:
+        """A module reads x; its parameters with an entry for each feature follow the linears of x."""
+        sources = self.sources(x)
+        if not sources or sources & NOT_LINEARS:
+            return
+        num_features = x.numel() // self.num_tokens  # of all heads
+        for path, param in module.named_parameters(recurse=False):
+            if param.shape == (num_features,):
+                self.uses.norms[f"{name}.{path}"] = sources
 
 
 def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
@@ -177,14 +210,24 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     Raises:
         PlanError: its forward fails there.
     """
+    first = _traced(family, config, plan, projections=None)
+    return _traced(family, config, plan, projections={*first.roles, *first.logits})
+
+
+def _traced(
+    family: UserFamily, config: ModelConfig, plan: Plan, *, projections: Collection[str] | None
+) -> Uses:
     blocks = meta_blocks(family, config)
     batch = example(family, config, rows=plan.micro_size, seq_len=plan.seq_len)
     keep_compiler_unimported()
-    trace = UseTrace()
+    trace = UseTrace(projections, batch.inputs.shape[:2].numel())
+    names: dict[int, list[str]] = {}
+    for name, param in named_parameters(blocks).items():
+        names.setdefault(id(param), []).append(name)
     for name, block in blocks.items():
         for path, module in block.named_modules():
             full_path = path_below(name, path)
-            _watch(full_path, module, trace)
+            _watch(full_path, module, trace, names)
     trace.set(batch.inputs, frozenset({INPUTS}))
     x: Any = batch.inputs
     before_loss = list(blocks)
@@ -213,8 +256,12 @@ def _note_outputs(trace: UseTrace, name: str, x: Any, *, is_last: bool) -> None:
         trace.set(tensor, sources)
 
 
-def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
-    """Note the calls of a linear, an embedding or an attention."""
+def _watch(name: str, module: nn.Module, trace: UseTrace, names: Mapping[int, list[str]]) -> None:
+    """Note the calls of a linear, an embedding, an attention or a norm.
+
+    Args:
+        names: identity of a parameter -> its names.
+    """
     if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
         closes: list[bool] = []
 
@@ -238,8 +285,17 @@ def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
 
         def attend(_: nn.Module, args: tuple[Any, ...]) -> None:
             trace.attend(args[:3], dim=2)
+            for param in names.get(id(module.sinks), ()):
+                trace.uses.norms[param] = trace.sources(args[0])
 
         module.register_forward_pre_hook(attend)
+    elif module._parameters:
+
+        def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor):
+                trace.scale(name, module, args[0])
+
+        module.register_forward_pre_hook(scale)
 
 
 def as_it_is(config: ModelConfig, _table: Table) -> ModelConfig:
@@ -346,13 +402,45 @@ def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
     """
     width = shapes[f"{group.row}.weight"][1]
     forms = [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
+    axis = forms[0][f"{group.row}.weight"][1]
     shared = [name for name, roles in group.roles.items() if roles and "q" not in roles]
     whole = {
         name: (None,) * len(row)
         for name, row in forms[-1].items()
         if name.rpartition(".")[0] in shared
     }
-    return [*forms, {**forms[-1], **whole}]
+    in_units = {name: _in_units(row, group, name) for name, row in forms[-1].items()}
+    forms += [{**forms[-1], **whole}, in_units]
+    return [_with_norms(form, group, shapes, of_all=axis) for form in forms]
+
+
+def _in_units(
+    row: tuple[DimAxis | None, ...], group: LinearRegion, name: str
+) -> tuple[DimAxis | None, ...]:
+    """The row of a column-parallel linear by its heads, as code shards it that counts them itself."""
+    heads = group.roles.get(name.rpartition(".")[0], {}).values()
+    axis = row[0]
+    if not heads or not isinstance(axis, str):
+        return row
+    return (Stacked((axis, max(heads))), *row[1:])
+
+
+def _with_norms(
+    form: Table, group: LinearRegion, shapes: Shapes, *, of_all: DimAxis | None
+) -> Table:
+    """The form with the parameters of norms, sharded as what they read.
+
+    Args:
+        of_all: axis of the results of several linears together, and of a part of one.
+    """
+    found = dict(form)
+    for param, linears in group.norms.items():
+        if param not in shapes:
+            continue
+        weights = [f"{name}.weight" for name in linears]
+        is_of_one = len(weights) == 1 and shapes[weights[0]][:1] == shapes[param]
+        found[param] = (form[weights[0]][0] if is_of_one else of_all,)
+    return found
 
 
 def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Table:

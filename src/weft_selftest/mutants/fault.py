@@ -249,6 +249,7 @@ USER_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gemma3": ("--model.preset", "gemma3-1b"),
         "qwen2": ("--model.preset", "qwen2-7b"),
         "weft_selftest.mutants.normed_model": ("--model.dim", "32", "--model.layers", "12"),
+        "weft_selftest.mutants.wide_norm_model": ("--model.dim", "64", "--model.layers", "12"),
     }
 )
 """The model of a user's run, by family."""

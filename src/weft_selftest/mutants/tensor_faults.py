@@ -19,10 +19,11 @@ from weft.core.shard import Shard
 from weft.models.common.lora import plus_adapter
 from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tensor.linear import RowParallelLinear
+from weft.parallel.tensor.region import Region
 from weft.parallel.tensor.vocab import VocabParallelEmbedding
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.train.step_stats import PendingTotals
-from weft_selftest.mutants import references
+from weft_selftest.mutants import references, wide_norm_model
 from weft_selftest.mutants.changes import ChangedTotals, gradient_times, result_times
 from weft_selftest.mutants.fault import (
     CollectiveFault,
@@ -36,6 +37,8 @@ TP = MutantLayout("tp2")
 SP = MutantLayout("tp2", options="--parallel.sequence True")
 GPT2 = MutantLayout("tp2", family="gpt2")
 LORA = MutantLayout("tp2", options="--lora.rank 3")
+WIDE_NORM = MutantLayout("tp2", family=wide_norm_model.__name__)
+STATISTIC = "weft.parallel.tensor.width_statistics:sum_over_ranks"
 INIT = "weft.parallel.model.materialize:init_params"
 AXIS = (TP_AXIS,)
 OUTPUT_SUM = "RowParallelLinear.forward"
@@ -187,6 +190,16 @@ def adapter_behind_the_sum(
 def own_squares(_sum: Callable[..., Tensor], _module: RowParallelLinear, squares: Tensor) -> Tensor:
     """Squares of a rank's part of each row are taken for those of the row."""
     return squares
+
+
+def of_own_width(_sum: Callable[..., Tensor], x: Tensor, region: Region) -> Tensor:
+    """The statistic of a norm is that of a rank's own features."""
+    return x.sum(-1, keepdim=True) * region.comm.degree(region.axis)
+
+
+def own_gradient_of_statistic(_sum: Callable[..., Tensor], x: Tensor, region: Region) -> Tensor:
+    """The gradient of a statistic is that of a rank's own uses of it."""
+    return ops.reduce_from_region(x.sum(-1, keepdim=True), region.comm, region.axis)
 
 
 def norm_taken_for_partial(axes_with: Callable[..., Any], partial: Any, name: str) -> Any:
@@ -472,6 +485,22 @@ MUTANTS = (
                 "weft.parallel.tensor.linear:RowParallelLinear._sum_over_ranks", own_squares
             ),
         ),
+        axes=AXIS,
+        blocks=("layer*",),
+    ),
+    Mutant(
+        "a_norm_over_all_heads_normalises_each_ranks_own",
+        "its statistic is that of the own shard",
+        WIDE_NORM,
+        (FunctionFault(STATISTIC, of_own_width),),
+        axes=AXIS,
+        blocks=("layer0",),
+    ),
+    Mutant(
+        "the_gradient_of_a_statistic_over_ranks_is_not_summed",
+        "gradients of queries and keys lack what other ranks normalise",
+        WIDE_NORM,
+        (FunctionFault(STATISTIC, own_gradient_of_statistic),),
         axes=AXIS,
         blocks=("layer*",),
     ),

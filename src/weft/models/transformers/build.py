@@ -27,6 +27,7 @@ from weft.models.transformers.sizes import (
     LABEL_KEYS,
     LABELS,
     NONE,
+    OF_INFERENCE,
     SETTINGS,
     TINY,
     TOKENS,
@@ -183,6 +184,7 @@ def build(config: Any, *, implementation: str = NAME, labels: int = 0) -> nn.Mod
     register()
     own = type(config).from_dict(config.to_dict())
     vars(own).update(dict.fromkeys(clips_of(vars(own))))  # past the checks of its types
+    vars(own).update(dict.fromkeys(vars(own).keys() & set(OF_INFERENCE), 0))
     own._attn_implementation_internal = implementation
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
     classes: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING

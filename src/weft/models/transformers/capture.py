@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, token_example
-from weft.models.runs_without_memory import run_without_memory
+from weft.models.runs_without_memory import reads_values, run_without_memory
 from weft.models.transformers.carried import (
     COLUMNS,
     NOTHING,
@@ -33,6 +34,7 @@ from weft.models.transformers.interfaces import (
     calling,
     end_at_input,
 )
+from weft.models.transformers.routed_values import routed_values
 
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
@@ -92,6 +94,7 @@ class Captured:
         states: (path of a module, attribute) where a forward leaves a tensor for the next one, as for
             generation with a cache; a block forgets it.
         draws: whether a forward draws random numbers besides dropout, as routers do.
+        reads_values: whether a forward asks which experts have tokens; see Note [Routed values].
         widths: path of a module before the layers -> shape of its result behind batch and sequence.
     """
 
@@ -109,6 +112,7 @@ class Captured:
     reads_ids: bool = False
     states: tuple[tuple[str, str], ...] = ()
     draws: bool = False
+    reads_values: bool = False
     widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def set_attends(self, lm: nn.Module) -> frozenset[str]:
@@ -159,7 +163,7 @@ def capture(
 
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            run_without_memory(run, {"lm": lm}, token_example(ROWS, LENGTH))
+            has_read_values = _run(lm, run)
     except PlanError:
         raise
     except Exception as error:
@@ -194,6 +198,7 @@ def capture(
             if isinstance(value, Tensor) and (path, name) in empty
         ),
         draws=drawing.is_used,
+        reads_values=has_read_values,
         widths=watched.widths,
     )
 
@@ -217,6 +222,22 @@ def token_scores(lm: nn.Module, **options: Any) -> Tensor:
         end.remove()
     scores: Tensor = score(x)
     return scores
+
+
+def _run(lm: nn.Module, run: Callable[[Mapping[str, nn.Module], Batch], None]) -> bool:
+    """Run a model without memory; whether it reads values that those of an even load stand for."""
+    example = token_example(ROWS, LENGTH)
+    for has_values in (False, True):
+        try:
+            with routed_values() if has_values else nullcontext():
+                run({"lm": lm}, example)
+        except Exception as error:
+            if not reads_values(error):
+                raise
+        else:
+            return has_values
+    run_without_memory(run, {"lm": lm}, example)
+    return False
 
 
 def _attributes(lm: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -43,8 +43,10 @@ from weft.models.transformers.interfaces import (
     current_call,
     end_at_input,
 )
+from weft.models.transformers.routed_values import routed_values
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import is_drop_out
+from weft.models.transformers.wide_constants import WideConstants
 
 MODULE = frozenset(nn.Module.__mro__)
 
@@ -181,6 +183,7 @@ class WholeBlock(nn.Module):
         self.carried = captured.carried
         self.reads_ids = captured.reads_ids
         self.draws = captured.draws
+        self.reads_values = captured.reads_values
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
@@ -248,6 +251,7 @@ class LayerBlock(nn.Module):
         self.carried = captured.carried
         self.reads_ids = captured.reads_ids
         self.draws = captured.draws
+        self.reads_values = captured.reads_values
         self.around = nn.ModuleList(_with_buffers(lm, captured.layers))
         self._lm = (lm,)  # in a tuple: a child would name the layer twice
         self.takes = captured.takes
@@ -290,7 +294,9 @@ def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) 
         options[EMBEDS] = embeds
     try:
         draws = DrawsByCounter() if block.draws else nullcontext()
-        with calling(BlockCall(x, batch, embeds, tensors=tensors)), draws:
+        values = routed_values() if block.reads_values and x.is_meta else nullcontext()
+        types = WideConstants() if x.dtype == torch.float64 else nullcontext()
+        with calling(BlockCall(x, batch, embeds, tensors=tensors)), draws, values, types:
             out = lm(**options)
     except BlockDone as done:
         return block.carried.pack(done.x, tensors, block.index + 1)

@@ -19,6 +19,7 @@ from weft.models.transformers.capture import OTHER, token_scores
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import SIZES
+from weft.models.transformers.wide_constants import WideConstants
 
 MOST_ENTRIES = 2**22
 """Entries of models that are compared themselves; larger ones in tiny sizes, with their settings."""
@@ -65,7 +66,8 @@ def _compare(found: Architecture, *, packs_documents: bool) -> None:
     batch = token_batch(ids, ids)
     with torch.no_grad():
         try:
-            right = _logits(_filled(found, EAGER), batch, is_scored=found.labels > 0)
+            with WideConstants():
+                right = _logits(_filled(found, EAGER), batch, is_scored=found.labels > 0)
         except Exception as error:
             what = f"transformers' own forward fails: {type_and_message(error)}"
             raise PlanError(Fault(KEY, what, fix=OTHER)) from error

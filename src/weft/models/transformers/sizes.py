@@ -149,6 +149,11 @@ TINY_OF: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {"layers": 4, "layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"top_k": 1, "router_hidden_size": 32},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_top_k": 2},
+    },
+    "big_bird": {"attention_type": "original_full"},
 }
 """Attributes without which transformers cannot build a model of few layers, or of no file at all; and
 sizes (by their fields) that it does not allow others for.
@@ -159,6 +164,8 @@ COMPUTED = frozenset({("phimoe", "router_jitter_noise")})
 """Keys with the name of noise that a model computes with, also outside of training: the band of
 scores within which Phi-3.5-MoE's router weighs experts.
 """
+OF_INFERENCE = ("rescale_every",)
+"""Keys by which inference divides weights and activations by powers of 2, for types of 16 bits."""
 NONE = 0
 """Value of a size that a config leaves out and that does not follow: experts of a model without."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")

@@ -89,8 +89,11 @@ def instrument(
 ) -> nn.Module:
     """The copied block, with stand-ins for its sharded modules."""
     for path, module in block.named_modules():
-        locator = _locator(path_below(name, path), trace)
-        module.register_forward_pre_hook(locator)
+        full_path = path_below(name, path)
+        module.register_forward_pre_hook(_locator(full_path, trace))
+        if not module._modules:
+            module.register_forward_pre_hook(_leaf(full_path, trace))
+            module.register_forward_hook(lambda *_: trace.leave_leaf())
     sharded_experts = (experts.path for experts in kinds.experts)
     sharded = {*kinds.columns, *kinds.rows, *kinds.inner_rows, *sharded_experts}
     for path, module in _take_fp8(block):
@@ -175,6 +178,15 @@ def _reader(path: str, trace: ShardingTrace) -> PreHook:
         return (entered, *others)
 
     return read
+
+
+def _leaf(path: str, trace: ShardingTrace) -> PreHook:
+    """A hook for a module without children, whose statistics are noted."""
+
+    def enter(_: nn.Module, __: tuple[Any, ...]) -> None:
+        trace.enter_leaf(path)
+
+    return enter
 
 
 def _locator(path: str, trace: ShardingTrace) -> PreHook:

@@ -114,6 +114,16 @@ def _norm(op: TracedOp) -> list[Dims]:
     return shape_rules.same_dims(op)
 
 
+def _as_complex(op: TracedOp) -> list[Dims]:
+    """view_as_complex: pairs of the last dim are numbers."""
+    reject_sharded(op, [len(op.dims) - 1])
+    return [op.dims[:-1]]
+
+
+def _as_real(op: TracedOp) -> list[Dims]:
+    return [(*op.dims, whole_dim(2))]
+
+
 def _embedding(op: TracedOp) -> list[Dims]:
     table, index, *_ = op.operands
     rows, features = table
@@ -189,6 +199,8 @@ _RULES: dict[Rule, tuple[str, ...]] = {
     _triangle: ("tril", "triu"),
     _attention: ("scaled_dot_product_attention",),
     _copy_into: ("copy_",),
+    _as_complex: ("view_as_complex",),
+    _as_real: ("view_as_real",),
 }  # fmt: skip
 
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _RULES.items() for name in names}
@@ -199,7 +211,7 @@ RULES: Mapping[str, Rule] = {name: rule for rule, names in _RULES.items() for na
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation, if it has one."""
     name = func.overloadpacket.__name__
-    rule = RULES.get(name)
+    rule = RULES.get(name) if func._overloadname != "other" else None  # max, min of two tensors
     if rule is None and torch.Tag.pointwise in func.tags:
         return _elementwise
     return rule

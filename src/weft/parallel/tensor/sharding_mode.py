@@ -53,11 +53,13 @@ from weft.parallel.tensor.dims import (
     is_repeated,
     is_sharded,
     length,
+    whole_dim,
     whole_dims,
 )
 from weft.parallel.tensor.propagate import arguments, rule_of
 from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.traced_op import TracedOp
+from weft.parallel.tensor.width_statistics import Width
 
 DECLARE_ENTRY = (
     "shard nn.Linear weights alone, whose input enters a region, or declare both ends in one module: "
@@ -128,6 +130,8 @@ class Findings:
         shared_heads: attention whose heads of queries are sharded, and those of keys and values whole
             -> this rank's heads of queries.
         dropout: name of a block -> how the tensors of its calls of dropout are sharded.
+        statistics: module -> at each of its calls of a function over its last dim, in order, this
+            rank's entries where the statistic is over ranks, else 0; see Note [Statistics over ranks].
         whole: name of a block -> how it works on whole sequences.
     """
 
@@ -137,6 +141,7 @@ class Findings:
     sharded_losses: dict[str, int] = field(default_factory=dict)
     shared_heads: dict[str, int] = field(default_factory=dict)
     dropout: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
+    statistics: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: dict[str, WholeSequence] = field(default_factory=dict)
 
     @property
@@ -166,6 +171,9 @@ class Findings:
         for path, num_heads in self.shared_heads.items():
             if _is_below(path, block):
                 found.shared_heads[path] = num_heads
+        for path, widths in self.statistics.items():
+            if _is_below(path, block):
+                found.statistics[path] = widths
         found.dropout[block] = self.dropout.get(block, ())
         return found
 
@@ -186,6 +194,8 @@ class Findings:
             found.sharded_losses[rename(path)] = num_entries
         for path, num_heads in self.shared_heads.items():
             found.shared_heads[rename(path)] = num_heads
+        for path, widths in self.statistics.items():
+            found.statistics[rename(path)] = widths
         for name, calls in self.dropout.items():
             found.dropout[rename(name)] = calls
         return found
@@ -197,6 +207,7 @@ class Findings:
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
         self.shared_heads.update(other.shared_heads)
+        self.statistics.update(other.statistics)
         self.dropout.update(other.dropout)
 
 
@@ -212,6 +223,11 @@ def _reject_parameters(unknown: Iterable[Tensor]) -> None:
 def _is_below(path: str, block: str) -> bool:
     """Whether a path is that of a block, or of something inside it."""
     return path == block or path.startswith(f"{block}.")
+
+
+def _memory(tensor: Tensor) -> int:
+    """Identity of the memory that a tensor views."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @uncompiled_mode
@@ -230,7 +246,10 @@ class ShardingTrace(TorchDispatchMode):
         self.findings = Findings()
         self.module = ""
         self.is_paused = False
+        self._leaf = ""
+        self._widths: list[int] = []
         self._values: TensorNotes[Value] = TensorNotes()
+        self._fresh: dict[int, Tensor] = {}
         self._readers: dict[int, str] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -267,13 +286,18 @@ class ShardingTrace(TorchDispatchMode):
                 tensor for tensor, known in zip(tensors, are_known, strict=True) if not known
             )
         if is_constant or not any(are_known):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if not tensors or is_constant:
+                self._fresh.update({_memory(tensor): tensor for tensor in tensors_in(out)})
+            return out
         values = list(map(self.value, tensors))
         is_plain = not any(value.sharded or value.repeated for value in values)
         if is_plain and name != "expand":
             out = func(*args, **kwargs)
             out_dims = [whole_dims(tensor.shape) for tensor in tensors_in(out)]
-            return self._note(out, out_dims, values)
+            self._note(out, out_dims, values)
+            self._note_write(func, out)
+            return out
         rule = rule_of(func)
         if rule is None:
             with self:
@@ -288,13 +312,38 @@ class ShardingTrace(TorchDispatchMode):
             operands=tuple(value.dims for value in values),
             outputs=tuple(tensors_in(out)),
         )
-        return self._note(out, rule(operation), values)
+        self._note(out, rule(operation), values)
+        self._note_write(func, out)
+        return out
 
     def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
         value = self.combined(values)
         for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
             self.set(tensor, replace(value, dims=its_dims))
         return out
+
+    def _note_write(self, func: Any, part: Any) -> None:
+        """Of a new tensor, a part of which an operation wrote, the dims that are sharded.
+
+        Raises:
+            ShardingError: the sharded dim is not one of the whole, or other parts are not sharded.
+        """
+        is_write = func._schema.is_mutable and isinstance(part, Tensor)
+        whole = self._fresh.get(_memory(part)) if is_write else None
+        if whole is None or whole is part:
+            return
+        written, value = self.value(whole), self.value(part)
+        dims = list(written.dims)
+        for size, stride, dim in zip(part.shape, part.stride(), value.dims, strict=True):
+            places = [at for at in range(whole.dim()) if whole.stride(at) == stride]
+            if is_sharded(dim) and size not in [whole.shape[at] for at in places]:
+                raise ShardingError("a sharded dim is written into a part of another one")
+            for at in places:
+                if is_sharded(dim) and whole.shape[at] == size:
+                    dims[at] = dim
+                elif is_sharded(dims[at]) and not (is_sharded(dim) or is_repeated(dim)):
+                    raise ShardingError("a whole dim is written into a sharded one")
+        self.set(whole, replace(self.combined([written, value]), dims=tuple(dims)))
 
     def combined(self, values: list[Value]) -> Value:
         """Side and sources of a result, from those of the operands; notes on which side whole
@@ -410,9 +459,42 @@ class ShardingTrace(TorchDispatchMode):
             self._values.set(x, value)
         return self.enter(x)
 
+    def enter_leaf(self, path: str) -> None:
+        """A module without children is called."""
+        self._leaf, self._widths = path, []
+
+    def leave_leaf(self) -> None:
+        """It returns; its statistics are noted.
+
+        Raises:
+            ShardingError: another call of it computes others.
+        """
+        path, widths = self._leaf, tuple(self._widths)
+        self._leaf = ""
+        known = self.findings.statistics.setdefault(path, widths)
+        if known != widths and any((*known, *widths)):
+            raise ShardingError("a norm is called on a sharded width and on another one")
+
+    def width_of(self, x: Tensor) -> Width | None:
+        """The width that a module without children computes a statistic of; None where it is whole."""
+        if not self._leaf:
+            return None
+        own = int(x.shape[-1]) if is_sharded(self.value(x).dims[-1]) else 0
+        self._widths.append(own)
+        return Width(self.total, own * self.degree) if own else None
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over its sharded last dim on all ranks."""
+        value = self.value(x)
+        total = x.new_empty((*x.shape[:-1], 1))
+        combined = self.combined([value])
+        return self.set(total, replace(combined, dims=(*value.dims[:-1], whole_dim(1))))
+
     def forget_readers(self) -> None:
         """Linears share entries only with those of their own block."""
         self._readers.clear()
+        self._fresh.clear()
+        self._leaf = ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -259,6 +259,9 @@ def _are_shared(
         heads.append(value.dims[0])
     if len(set(map(is_sharded, heads))) > 1:
         raise ShardingError("attention of sharded heads with whole ones")
+    orders = {tuple(part / length(dim) for part in dim[0].parts) for dim in heads}
+    if len(orders) > 1:
+        raise ShardingError("attention of heads that ranks hold in another order")
     if num_heads % num_kv_heads:
         raise ShardingError(
             f"attention of {num_heads} local heads with {num_kv_heads} key/value heads"

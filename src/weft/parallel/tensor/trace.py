@@ -32,6 +32,7 @@ from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharded_sizes import SizesOfShards
 from weft.parallel.tensor.sharding_mode import Findings, ShardingTrace, Value, WholeSequence
 from weft.parallel.tensor.stand_ins import SIZES_IN_REGION
+from weft.parallel.tensor.width_statistics import StatisticsMode
 
 UNSHARDED_INPUT = (
     "it has no parameters, so its input must be whole: in AXES name None instead of the sharded "
@@ -201,7 +202,8 @@ class ChainTrace:
             calls.append(call_shards(dims, len(batch.inputs)))
 
         updates = noted_updates(block, self._check_update)
-        with NotedDropout(name, note), updates, self.trace, SizesOfShards(self.trace):
+        sizes, statistics = SizesOfShards(self.trace), StatisticsMode(self.trace.width_of)
+        with NotedDropout(name, note), updates, self.trace, sizes, statistics:
             x = _run(name, block, x, batch, self.trace)
         self.trace.findings.dropout[name] = tuple(calls)
         if before is None or self._state(block, batch) != before:

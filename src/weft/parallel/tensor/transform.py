@@ -33,6 +33,7 @@ from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_mo
 from weft.parallel.tensor.sharding_mode import Findings, WholeSequence
 from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
+from weft.parallel.tensor.width_statistics import compute_over_ranks
 from weft.parallel.tp import AXIS
 
 _trace_lock = threading.Lock()
@@ -210,6 +211,11 @@ def _trace(
     while True:  # the ranks must agree on the blocks that work on whole sequences
         whole = findings.whole
         last = trace(of_last, degree - 1, whole)
+        for path, widths in findings.statistics.items():
+            of_last_rank = last.statistics.get(path, ())
+            if any(widths) and of_last_rank != widths:
+                what = "is a norm over a width of which ranks along tp have parts of other lengths"
+                raise PlanError(Fault(path, what, got=f"{widths}, {of_last_rank}"))
         if last.whole == whole:
             return findings
         findings = trace(of_first, 0, last.whole)
@@ -249,7 +255,7 @@ def _local_param(
         size = shard.shape[place]
         is_sharded = sharded_over(axis, rule) == AXIS
         parts: tuple[int, ...] = ()
-        if is_sharded and isinstance(axis, Stacked):
+        if is_sharded and isinstance(axis, Stacked) and len(axis.parts) > 1:
             parts = tuple(box.shape[place] for box in shard.boxes)
         factor = DimFactor(size, is_sharded, parts)
         dims.append((factor,))
@@ -322,6 +328,10 @@ def _make_parallel(
             attend.own_heads = OwnHeads.of_rank(
                 region.comm.index(AXIS), num_heads, total=num_heads * region.comm.degree(AXIS)
             )
+    for path, widths in findings.statistics.items():
+        if any(widths) and path.startswith(f"{name}."):
+            norm = block.get_submodule(path.removeprefix(f"{name}."))
+            compute_over_ranks(norm, widths, region)
     _make_regions(block, modules, columns, region)
     _share_entries(name, block, entries, columns, findings)
     if modules.embeddings and region.sequence_parallel:

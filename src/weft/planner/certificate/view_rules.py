@@ -34,7 +34,7 @@ def _view(op: TypedOp) -> list[AxisType]:
     if old == shape:
         return [of_dims(dims)]
     is_one_token = shape[:2] == (1, 1)
-    if is_one_token and old[:2] == (1, 1):
+    if old[:2] == shape[:2] and old[1:2] == (1,):  # one token, or one head of each sequence
         return [of_dims((*dims[:2], *_regrouped(op, 2, has_tokens=False)))]
     if len(shape) < len(old) and old[0] == shape[0] and old[1] == 1 and is_sharded(dims[1]):
         # one head, or one column, of each sequence: it is counted with the sequences

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.config.hf.read_config import CONFIG
+from weft.models.transformers.wide_constants import WideConstants
 from weft.prove.against.float64 import float32_modules, noise
 from weft.prove.against.hf_model import HFModel, loaded_model
 from weft.prove.bounds import FACTOR, TOLERANCE
@@ -44,7 +45,8 @@ class HFLogits:
     @torch.no_grad()
     def compute(self) -> Tensor:
         """Logits of all sequences, [B, S, V]."""
-        logits: Tensor = self.model.model(input_ids=self.tokens, use_cache=False).logits
+        with WideConstants():
+            logits: Tensor = self.model.model(input_ids=self.tokens, use_cache=False).logits
         return logits
 
     @cached_property
