@@ -37,6 +37,11 @@ LAYOUTS = {
     "dp2 zero2": "--mesh dp2 --parallel.zero 2",
     "dp2 zero3": "--mesh dp2 --parallel.zero 3",
     "tp2 sequence": "--mesh tp2 --parallel.sequence True",
+    "tp2 in chunks": "--mesh tp2 --parallel.sequence True --parallel.tp_overlap True",
+    "dp2 tp4 zero3 in chunks, full recompute": (
+        "--mesh dp2,tp4 --parallel.zero 3 --parallel.sequence True --parallel.tp_overlap True"
+        " --parallel.recompute full --model.kv_heads 4 --batch.micro_size 2"
+    ),
     "cp2": "--mesh cp2",
     "cp2 allgather": "--mesh cp2 --parallel.context allgather",
     "cp2 ulysses": "--mesh cp2 --parallel.context ulysses",
