@@ -36,6 +36,7 @@ from weft_selftest.mutants.fault import (
 TP = MutantLayout("tp2")
 SP = MutantLayout("tp2", options="--parallel.sequence True")
 GPT2 = MutantLayout("tp2", family="gpt2")
+CHUNKED = "weft.parallel.tensor.chunked_products"
 CHUNKS = MutantLayout("tp2", options="--parallel.sequence True --parallel.tp_overlap True")
 LORA = MutantLayout("tp2", options="--lora.rank 3")
 WIDE_NORM = MutantLayout("tp2", family=wide_norm_model.__name__)
@@ -70,9 +71,10 @@ def first_shard_of(*words: str) -> Callable[..., None]:
     return change
 
 
-def in_reverse(whole: Callable[[Tensor], Tensor], parts: Tensor) -> Tensor:
-    """The parts of the sequence, the last one first."""
-    return whole(parts.flip(0))
+def with_parts_exchanged(products: Callable[..., Any], *args: Any) -> Any:
+    """Each half of the sequence has the products of the other."""
+    whole, outputs = products(*args)
+    return whole, [y.roll(y.shape[1] // 2, 1) for y in outputs]
 
 
 def of_other_parts(product: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
@@ -543,10 +545,10 @@ MUTANTS = (
         reference=references.MEGATRON_COMPOSITION,
     ),
     Mutant(
-        "two_gathered_parts_of_the_sequence_are_exchanged",
-        "parts that arrive one after the other are put together in another order",
+        "products_of_two_parts_of_the_sequence_are_exchanged",
+        "parts that arrive one after the other are put in another order",
         CHUNKS,
-        (FunctionFault("weft.parallel.tensor.chunked_products:_whole", in_reverse),),
+        (FunctionFault(f"{CHUNKED}:gathered_products", with_parts_exchanged),),
         axes=AXIS,
         blocks=("layer*",),
     ),
@@ -554,7 +556,7 @@ MUTANTS = (
         "sums_of_parts_are_sent_to_the_wrong_rank",
         "each rank multiplies the parts of the sequence in another order than it sends their sums",
         CHUNKS,
-        (FunctionFault("weft.parallel.tensor.chunked_products:scattered_product", of_other_parts),),
+        (FunctionFault(f"{CHUNKED}:scattered_product", of_other_parts),),
         axes=AXIS,
         blocks=("layer*",),
     ),

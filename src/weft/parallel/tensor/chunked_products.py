@@ -41,12 +41,13 @@ def gathered_products(
     x_nBsD = x_BsD.new_empty((num_ranks, *x_BsD.shape))
     parts = x_nBsD.unbind()
     parts[comm.index(axis)].copy_(x_BsD)
-    outputs = [x_BsD.new_empty((*x_nBsD.shape[:-1], each.shape[1])) for each in matrices]
+    batch, length, _ = x_BsD.shape
+    outputs = [x_BsD.new_empty(batch, num_ranks * length, each.shape[1]) for each in matrices]
+    parts_of_outputs = [y_BSO.split(length, 1) for y_BSO in outputs]
     for place in _arriving(parts, comm, axis):
-        part = rows(parts[place])
-        for y_nBsO, matrix in zip(outputs, matrices, strict=True):
-            torch.mm(part, matrix, out=rows(y_nBsO[place]))
-    return _whole(x_nBsD), list(map(_whole, outputs))
+        for matrix, of_output in zip(matrices, parts_of_outputs, strict=True):
+            torch.bmm(parts[place], matrix.expand(batch, -1, -1), out=of_output[place])
+    return _whole(x_nBsD), outputs
 
 
 def _arriving(parts: Sequence[Tensor], comm: Comm, axis: Axis) -> Iterator[int]:
@@ -62,11 +63,11 @@ def _arriving(parts: Sequence[Tensor], comm: Comm, axis: Axis) -> Iterator[int]:
     yield places[-1]
 
 
-def _whole(parts_nBsD: Tensor) -> Tensor:
+def _whole(x_nBsD: Tensor) -> Tensor:
     """Parts of a sequence in order -> x_BSD; of one sequence they lie in order already."""
-    x_BSD = parts_nBsD.transpose(0, 1).flatten(1, 2)
+    x_BSD = x_nBsD.transpose(0, 1).flatten(1, 2)
     unviewed: Tensor = torch.ops.aten._unsafe_view(x_BSD, x_BSD.shape)
-    return unviewed  # no view in the eyes of autograd, so that the caller may change it in place
+    return unviewed  # no view in the eyes of autograd
 
 
 def scattered_linear(x_BSI: Tensor, weight_OI: Tensor, comm: Comm, axis: Axis) -> Tensor:
@@ -110,9 +111,9 @@ def scattered_product(x_BSI: Tensor, matrix_IO: Tensor, comm: Comm, axis: Axis) 
     hop = None
     for turn in range(num_ranks):
         part_BsI = parts[(index - 1 - turn) % num_ranks]
-        total = torch.mm(rows(part_BsI), matrix_IO)
+        total = torch.bmm(part_BsI, matrix_IO.expand(len(part_BsI), -1, -1))
         if hop is not None:
             total += hop.wait()
         if turn < num_ranks - 1:
             hop = start_hop(comm, axis, total, torch.empty_like(total))
-    return total.view(*part_BsI.shape[:-1], -1)
+    return total
