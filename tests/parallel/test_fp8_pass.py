@@ -131,7 +131,11 @@ def test_a_step_rounds_a_weight_once_unless_its_memory_is_freed(
     ("name", "words"),
     [
         ("weights_in_fp8_are_those_of_the_step_before", "--mesh dp2"),
-        ("linears_in_fp8_read_the_input_of_the_linear_before", "--mesh dp2"),
+        pytest.param(
+            "linears_in_fp8_read_the_input_of_the_linear_before",
+            "--mesh dp2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "experts_in_fp8_have_the_weights_of_the_step_before",
             "--mesh ep2 --model.name qwen3-moe",
