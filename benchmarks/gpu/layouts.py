@@ -66,6 +66,7 @@ CASES = (
     Case("dp2", "--parallel.zero 3", is_rehearsed=True),
     Case("tp2"),
     Case("tp2", "--parallel.sequence True", is_rehearsed=True),
+    Case("tp2", "--parallel.sequence True --parallel.tp_overlap True"),
     Case("cp2"),
     Case("cp4"),
     Case("cp2", "--parallel.context allgather"),

@@ -69,6 +69,12 @@ LAYOUTS = (
     Layout("dp2", f"--parallel.zero 3 {BF16}", checks_streams=True),
     Layout("tp2", rank=1, is_slow=True),
     Layout("tp2", "--parallel.sequence True", measures_layers=True, is_slow=True),
+    Layout(
+        "tp4",
+        "--parallel.sequence True --parallel.tp_overlap True",
+        measures_layers=True,
+        is_slow=True,
+    ),
     Layout("cp2", rank=1, is_slow=True),
     Layout("cp2", "--parallel.context allgather", is_slow=True),
     Layout("cp2", "--parallel.context ulysses", is_slow=True),

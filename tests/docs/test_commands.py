@@ -41,6 +41,7 @@ PAGES = [
     "docs/sites.md",
     "docs/start.md",
     "docs/sweeps.md",
+    "docs/tensor_parallel.md",
     "docs/trace.md",
 ]
 SLOW_PAGES = {
@@ -67,6 +68,7 @@ SLOW_PAGES = {
     "docs/sites.md",
     "docs/start.md",
     "docs/sweeps.md",
+    "docs/tensor_parallel.md",
     "docs/trace.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.models.common import linear_products
-from weft.models.common.linear_products import in_e4m3, product_of_rows, scales, use_fp8
+from weft.models.common.linear_products import Fp8Product, in_e4m3, scales, use_fp8
 from weft.parallel.autograd.split_backward import SplitBackward
 from weft.prove.plain_fp8 import PlainFp8, e4m3_numbers, nearest_e4m3
 
@@ -93,9 +93,9 @@ def test_outputs_and_gradients_are_those_of_the_definition(dtype: torch.dtype) -
 def test_the_kernel_of_a_device_computes_what_is_computed_elsewhere(monkeypatch) -> None:
     """torch has the product for the CPU, too; columns of a weight are rows that lie apart."""
     a, b = rows(32, 48, dtype=torch.bfloat16), rows(48, 64, dtype=torch.bfloat16).t()
-    elsewhere = product_of_rows(a, b, None)
+    elsewhere = Fp8Product().output(a, b, None)
     monkeypatch.setattr(linear_products, "has_fp8_kernel", lambda x, columns: True)
-    assert torch.equal(product_of_rows(a, b, None), elsewhere)
+    assert torch.equal(Fp8Product().output(a, b, None), elsewhere)
 
 
 def test_a_row_that_is_not_finite_has_no_finite_output() -> None:

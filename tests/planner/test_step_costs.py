@@ -37,6 +37,11 @@ LAYOUTS = {
     "dp2 zero2": "--mesh dp2 --parallel.zero 2",
     "dp2 zero3": "--mesh dp2 --parallel.zero 3",
     "tp2 sequence": "--mesh tp2 --parallel.sequence True",
+    "tp2 in chunks": "--mesh tp2 --parallel.sequence True --parallel.tp_overlap True",
+    "dp2 tp4 zero3 in chunks, full recompute": (
+        "--mesh dp2,tp4 --parallel.zero 3 --parallel.sequence True --parallel.tp_overlap True"
+        " --parallel.recompute full --model.kv_heads 4 --batch.micro_size 2"
+    ),
     "cp2": "--mesh cp2",
     "cp2 allgather": "--mesh cp2 --parallel.context allgather",
     "cp2 ulysses": "--mesh cp2 --parallel.context ulysses",
@@ -79,6 +84,9 @@ LAYOUTS = {
     "pp2 zbv": "--mesh pp2 --pipeline.schedule zbv --batch.global_size 4",
     "pp2 dp2 zero1": "--mesh pp2,dp2 --parallel.zero 1",
     "pp2 tp2 full recompute": "--mesh pp2,tp2 --parallel.recompute full",
+    "dp2 tp2 zero1 fp8": "--mesh dp2,tp2 --parallel.zero 1 --precision.linears fp8",
+    "dp2 zero3 fp8 full recompute": "--mesh dp2 --parallel.zero 3 --precision.linears fp8 --parallel.recompute full",
+    "pp2 zero bubble fp8": "--mesh pp2 --pipeline.schedule zero_bubble --precision.linears fp8",
     "window in blocks": "--model.name mistral --model.window 64 --data.seq_len 512 --batch.global_size 2",
     "dp2 zero3 selective bfloat16": "--mesh dp2 --parallel.zero 3 --parallel.recompute selective --precision.compute bfloat16",
 }
@@ -198,7 +206,10 @@ def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
     """
     run = run_of(LAYOUTS[name])
     for rank, (real, counter) in enumerate(real_steps(run)):
-        is_split = run.pipeline.schedule == "zbv"  # a split backward has a scalar on the host
+        is_split = run.pipeline.schedule in (
+            "zbv",
+            "zero_bubble",
+        )  # a split backward has a scalar on the host
         assert_equal_steps(
             measure_rank(MeasuredRun.of(run), rank), real, counter, tolerance=64 if is_split else 0
         )

@@ -265,6 +265,7 @@ def plan_of(run: Run) -> Plan:
         micro_size=run.batch.micro_size,
         seq_len=run.data.seq_len,
         sequence_parallel=run.parallel.sequence,
+        tp_overlap=run.parallel.tp_overlap,
         context=run.parallel.context,
         rule=sharding_rule_of(run.device_mesh, run.model.axis_sizes()),
         zero=run.parallel.zero,

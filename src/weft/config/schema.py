@@ -354,6 +354,10 @@ class ParallelConfig(ConfigSection):
     sequence: bool = Field(
         False, description="shard activations along the sequence over tp, outside its regions"
     )
+    tp_overlap: bool = Field(
+        False,
+        description="with sequence: send parts of the sequence over tp while others are multiplied",
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="ZeRO stage: shards 1 optimizer states, 2 gradients too, 3 parameters too"
     )

@@ -13,6 +13,7 @@ from weft.config.small_runs import AcceptsSizes, reduced
 DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("parallel.zero", 0),
     ("parallel.recompute", "none"),
+    ("parallel.tp_overlap", False),
     ("parallel.sequence", False),
     ("parallel.context", "ring"),
     ("pipeline.schedule", "1f1b"),

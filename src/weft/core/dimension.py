@@ -42,6 +42,7 @@ class LayoutOptions:
     """What a layout says besides the sizes of its mesh axes: keys of the section `[parallel]`."""
 
     sequence_parallel: bool = False
+    tp_overlap: bool = False
     context: str = "ring"
     zero: int = 0
 

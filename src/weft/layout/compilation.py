@@ -17,8 +17,8 @@ Note [What is compiled]
                                  values of a batch, or they compute while they wait
         rotary angles            are computed before, once for all layers
 
-    Schedules that split a backward in two run without compilation; so do blocks that update buffers,
-    whose values are recorded by Python code, and blocks with dropout.
+    Schedules that split a backward in two, and layouts with `tp_overlap`, run without compilation; so do
+    blocks that update buffers, whose values are recorded by Python code, and blocks with dropout.
 """
 
 from __future__ import annotations
@@ -37,12 +37,21 @@ softmax and gradient are compiled (models/common/head_output.py).
 OFF = "--compile off"
 
 
-def compile_faults(*, splits_backward: bool, schedule: str) -> Iterator[Fault]:
+def compile_faults(*, splits_backward: bool, schedule: str, tp_overlap: bool) -> Iterator[Fault]:
     """Why the blocks of a layout cannot be compiled.
 
     Args:
         splits_backward: whether the schedule computes gradients of inputs and of weights apart.
+        tp_overlap: whether parts of the sequence are sent while others are multiplied.
     """
+    if tp_overlap:
+        yield Fault(
+            KEY,
+            "parallel.tp_overlap sends parts of the sequence between products",
+            got="blocks",
+            need="off",
+            fix=f"{OFF}, or --parallel.tp_overlap False",
+        )
     if splits_backward:
         yield Fault(
             KEY,

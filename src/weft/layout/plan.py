@@ -93,6 +93,7 @@ class Plan(BaseModel):
         schedule_lines: content of that file; empty for a public name.
         microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
             sequences.
+        tp_overlap: whether parts of the sequence are sent over tp while others are multiplied.
         recompute: what layers recompute, see `weft.layout.recomputation`.
         compile: whether torch.compile compiles blocks; "auto": on GPUs, in layouts that allow it.
         rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
@@ -115,6 +116,7 @@ class Plan(BaseModel):
     micro_size: int = 1
     seq_len: int = 1
     sequence_parallel: bool = False
+    tp_overlap: bool = False
     context: Context = DEFAULT_CONTEXT
     rule: tuple[tuple[str, str], ...] = Field(default_factory=_default_rule)
     zero: Literal[0, 1, 2, 3] = 0
@@ -139,7 +141,10 @@ class Plan(BaseModel):
     def options(self) -> LayoutOptions:
         """What the layout says besides the mesh, as dimensions read it."""
         return LayoutOptions(
-            sequence_parallel=self.sequence_parallel, context=self.context, zero=self.zero
+            sequence_parallel=self.sequence_parallel,
+            tp_overlap=self.tp_overlap,
+            context=self.context,
+            zero=self.zero,
         )
 
     @property
@@ -207,7 +212,11 @@ class Plan(BaseModel):
 
     def compile_faults(self) -> tuple[Fault, ...]:
         """Why the blocks cannot be compiled in this layout; empty where they can."""
-        found = compile_faults(splits_backward=self.splits_backward, schedule=self.schedule_name)
+        found = compile_faults(
+            splits_backward=self.splits_backward,
+            schedule=self.schedule_name,
+            tp_overlap=self.tp_overlap,
+        )
         return tuple(found)
 
     def compiles_blocks(self, device_type: str) -> bool:

@@ -9,6 +9,8 @@ AXIS = "tp"
 
 def traffic(options: LayoutOptions) -> str:
     """What each layer sends along tp."""
+    if options.sequence_parallel and options.tp_overlap:
+        return "parts of the sequence around a ring, beside the products of others: keep in a node"
     if options.sequence_parallel:
         return "all-gathers and reduce-scatters in each layer: keep it inside a node"
     return "two all-reduces per layer in forward and in backward: keep in one node"

@@ -1,4 +1,4 @@
-"""Mutants of linears and experts in 8-bit floats: scales of other rows, steps and ranks, other roundings, other operands."""
+"""Mutants of linears and experts in 8-bit floats: scales and operands of others, of before, of other ranks; other roundings."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ TP = MutantLayout("tp2", options=FP8)
 EP = MutantLayout("ep2", family="qwen3-moe", options=FP8)
 INSIDE_REGIONS = "--precision.fp8_exclude attn.q_a attn.kv_a"
 PRODUCTS = "weft.models.common.linear_products"
+OPERANDS = "weft.models.common.fp8_operands"
 EXPERTS = "weft.models.common.fp8_experts"
 LAYERS = ("layer*",)
 
@@ -81,14 +82,26 @@ def of_next_expert(scales: Callable[[Tensor], Tensor], largest: Tensor) -> Tenso
     return found.roll(-1, 0) if found.dim() == 2 else found
 
 
-def of_all_tokens(scaled: Callable[..., Any], x: Tensor, largest: Any) -> Any:
+def of_all_tokens(rounded: Callable[..., Any], x: Tensor, largest: Any, **how: Any) -> Any:
     """All tokens of a product have the scale of the largest one."""
 
     def of_all(magnitudes: Tensor) -> Tensor:
         found = magnitudes if largest is None else largest(magnitudes)
         return found.amax().expand_as(found) if found.numel() else found
 
-    return scaled(x, of_all if x.dim() == 2 else largest)
+    return rounded(x, of_all if x.dim() == 2 else largest, **how)
+
+
+def keeps_weights(end: Callable[[Any], None], kept: Any) -> None:
+    """Rows of weights stay after the pass whose values they have."""
+    kept.last_input = None
+
+
+def of_equal_sizes(rows: Callable[..., Any], last: Any, x: Tensor, *args: Any) -> Any:
+    """The rows of an input are those of the linear before, if it had as many."""
+    if last._rows is not None and last._rows.values.shape == x.flatten(0, -2).shape:
+        return last._rows
+    return rows(last, x, *args)
 
 
 def experts_not_rounded(
@@ -177,7 +190,7 @@ MUTANTS = (
         "tokens_of_experts_in_fp8_have_one_scale",
         "a scale of the whole tensor depends on the tokens that are computed together",
         EP,
-        (FunctionFault(f"{EXPERTS}:scaled_rows", of_all_tokens),),
+        (FunctionFault(f"{EXPERTS}:rounded_rows", of_all_tokens),),
         axes=(EP_AXIS, ""),
         blocks=LAYERS,
     ),
@@ -195,6 +208,30 @@ MUTANTS = (
         MutantLayout("tp2", family="qwen3-moe", options=FP8),
         (FunctionFault("weft.parallel.tensor.transform:share_expert_rows", each_shares_none),),
         axes=(TP_AXIS,),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "weights_in_fp8_are_those_of_the_step_before",
+        "rows that serve all micro-batches of a step serve those of the next one",
+        DP,
+        (FunctionFault(f"{OPERANDS}:KeptOperands.end", keeps_weights),),
+        axes=(DP_AXIS, ""),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "experts_in_fp8_have_the_weights_of_the_step_before",
+        "the same of experts, of which some learn in few steps alone",
+        EP,
+        (FunctionFault(f"{OPERANDS}:KeptOperands.end", keeps_weights),),
+        axes=(EP_AXIS, ""),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "linears_in_fp8_read_the_input_of_the_linear_before",
+        "rows are kept for linears that read one input, and found by their sizes",
+        DP,
+        (FunctionFault(f"{OPERANDS}:LastInput.rows", of_equal_sizes),),
+        axes=(DP_AXIS, ""),
         blocks=LAYERS,
     ),
     Mutant(

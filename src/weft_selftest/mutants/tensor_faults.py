@@ -36,6 +36,8 @@ from weft_selftest.mutants.fault import (
 TP = MutantLayout("tp2")
 SP = MutantLayout("tp2", options="--parallel.sequence True")
 GPT2 = MutantLayout("tp2", family="gpt2")
+CHUNKED = "weft.parallel.tensor.chunked_products"
+CHUNKS = MutantLayout("tp2", options="--parallel.sequence True --parallel.tp_overlap True")
 LORA = MutantLayout("tp2", options="--lora.rank 3")
 WIDE_NORM = MutantLayout("tp2", family=wide_norm_model.__name__)
 STATISTIC = "weft.parallel.tensor.width_statistics:sum_over_ranks"
@@ -67,6 +69,18 @@ def first_shard_of(*words: str) -> Callable[..., None]:
         init(params, table, **{**rest, "shards": shards})
 
     return change
+
+
+def with_parts_exchanged(products: Callable[..., Any], *args: Any) -> Any:
+    """Each half of the sequence has the products of the other."""
+    whole, outputs = products(*args)
+    return whole, [y.roll(y.shape[1] // 2, 1) for y in outputs]
+
+
+def of_other_parts(product: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """The part of the sequence that the next rank is to have."""
+    size = x.shape[1] // 2
+    return product(x.roll(size, 1), *args)
 
 
 class _WithoutAllReduce:
@@ -529,5 +543,29 @@ MUTANTS = (
         axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_COMPOSITION,
+    ),
+    Mutant(
+        "products_of_two_parts_of_the_sequence_are_exchanged",
+        "parts that arrive one after the other are put in another order",
+        CHUNKS,
+        (FunctionFault(f"{CHUNKED}:gathered_products", with_parts_exchanged),),
+        axes=AXIS,
+        blocks=("layer*",),
+    ),
+    Mutant(
+        "sums_of_parts_are_sent_to_the_wrong_rank",
+        "each rank multiplies the parts of the sequence in another order than it sends their sums",
+        CHUNKS,
+        (FunctionFault(f"{CHUNKED}:scattered_product", of_other_parts),),
+        axes=AXIS,
+        blocks=("layer*",),
+    ),
+    Mutant(
+        "a_sum_of_parts_is_that_of_the_product_before",
+        "a buffer of sums under way is read before they have arrived",
+        CHUNKS,
+        (CollectiveFault("scattered_product", "stale", op="recv", place=1),),
+        axes=AXIS,
+        blocks=("layer*",),
     ),
 )

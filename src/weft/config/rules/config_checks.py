@@ -78,6 +78,11 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ),
         ),
         Check(
+            reads=("parallel", "precision", "pipeline"),
+            find=partial(products_take_chunks, run),
+            suggest=_no_suggestions,
+        ),
+        Check(
             reads=("compile", "mesh", "batch", "pipeline", "parallel.recompute"),
             find=partial(blocks_can_be_compiled, run),
         ),
@@ -177,3 +182,28 @@ def blocks_can_be_compiled(run: Run) -> Iterator[Fault]:
     """Compiled blocks: the layout leaves their inside as it is."""
     if run.compile == "blocks":
         yield from plan_of(run).compile_faults()
+
+
+def products_take_chunks(run: Run) -> Iterator[Fault]:
+    """Products of tensor-parallel linears in chunks of whole sequences."""
+    key, off = "parallel.tp_overlap", "--parallel.tp_overlap False"
+    if not run.parallel.tp_overlap:
+        return
+    if not run.parallel.sequence:
+        what = "sends parts of sequences, which ranks have under sequence parallelism"
+        yield Fault(
+            key,
+            what,
+            got="True",
+            need="parallel.sequence True",
+            fix=f"--parallel.sequence True, or {off}",
+        )
+    if run.precision.linears == "fp8":
+        what = "multiplies parts of the sequence, and linears in fp8 have scales over ranks"
+        yield Fault(
+            key, what, got="True", need="False", fix=f"{off}, or --precision.linears default"
+        )
+    if plan_of(run).splits_backward:
+        what = f"does not go with {run.pipeline.schedule}, which splits the backward of each block in two"
+        fix = f"{off}, or --pipeline.schedule 1f1b or interleaved"
+        yield Fault(key, what, got="True", need="False", fix=fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from weft.models.common.experts import (
     expert_product,
     expert_weight_gradient,
 )
+from weft.models.common.fp8_operands import KeptOperands, RoundedRows, Use
 from weft.models.common.linear_products import (
     Largest,
-    ScaledRows,
-    for_kernels,
+    has_fp8_kernel,
     is_asked_for,
-    product_of_scaled,
-    scaled_rows,
+    product_of_rounded,
+    rounded_rows,
 )
 
 
@@ -37,10 +37,12 @@ class Fp8ExpertProduct:
     Attributes:
         largest_in: where ranks share the input features; None: each has them all.
         largest_out: where they share the output features.
+        kept: what a pass over micro-batches keeps of the operands.
     """
 
     largest_in: Largest | None = None
     largest_out: Largest | None = None
+    kept: KeptOperands = field(default_factory=KeptOperands, compare=False, repr=False)
 
     def __call__(
         self, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, *, bias_EM: Tensor | None = None
@@ -49,11 +51,59 @@ class Fp8ExpertProduct:
 
     def output(self, x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads) -> Tensor:
         """x W^T of each expert's tokens."""
-        return _product_of_rows(x_NK, weight_EMK, loads, self.largest_in)
+        return self._product(x_NK, weight_EMK, loads, "output", self.largest_in)
 
     def input_gradient(self, dy_NM: Tensor, weight_EMK: Tensor, loads: ExpertLoads) -> Tensor:
         """dy W of each expert's tokens."""
-        return _product_of_rows(dy_NM, weight_EMK.mT, loads, self.largest_out)
+        return self._product(dy_NM, weight_EMK.mT, loads, "input gradient", self.largest_out)
+
+    def _product(
+        self,
+        x_NK: Tensor,
+        weight_EMK: Tensor,
+        loads: ExpertLoads,
+        use: Use,
+        largest: Largest | None,
+    ) -> Tensor:
+        """x W^T of each expert's tokens, of rows in fp8, in the type of x.
+
+        Args:
+            largest: where ranks share K: reduces the largest magnitudes of rows over them.
+        """
+        dtype = x_NK.dtype
+        operands = FP8 if dtype == torch.bfloat16 else f"rows of {dtype} in fp8"
+        kernel = chosen_kernel(x_NK, weight_EMK, loads, dtype=operands, is_aligned=True)
+        columns = weight_EMK.shape[1]
+        for_kernel = kernel == "grouped" or has_fp8_kernel(weight_EMK, columns=columns)
+
+        def rows_of_x() -> RoundedRows:
+            return rounded_rows(x_NK, largest, for_kernel=for_kernel)
+
+        def rows_of_weight() -> RoundedRows:
+            return rounded_rows(weight_EMK, largest, for_kernel=for_kernel)
+
+        is_input = use == "output"
+        x = self.kept.input(x_NK, (largest, for_kernel), rows_of_x) if is_input else rows_of_x()
+        weight = self.kept.weight(use, rows_of_weight)
+        if kernel == "grouped":
+            return torch._scaled_grouped_mm(
+                x.values,
+                weight.values.mT,
+                scale_a=x.inverse.squeeze(-1),
+                scale_b=weight.inverse.squeeze(-1),
+                offs=loads.ends,
+                out_dtype=dtype,
+                use_fast_accum=False,
+            )
+        lengths = loads.lengths(len(x_NK))
+        runs = map(RoundedRows, x.values.split(lengths), x.inverse.split(lengths))
+        matrices = map(RoundedRows, weight.values.unbind(), weight.inverse.unbind())
+        outputs = [
+            product_of_rounded(run, matrix, dtype)
+            for run, matrix in zip(runs, matrices, strict=True)
+            if len(run.values)
+        ]
+        return torch.cat(outputs) if outputs else x_NK.new_zeros(0, weight_EMK.shape[1])
 
 
 def use_fp8_experts(experts: nn.Module, name: str) -> None:
@@ -117,35 +167,3 @@ class _Fp8ExpertLinear(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             d_weight = expert_weight_gradient(dy, x, weight, ctx.loads)
         return dx, d_weight, None, None
-
-
-def _product_of_rows(
-    x_NK: Tensor, weight_EMK: Tensor, loads: ExpertLoads, largest: Largest | None
-) -> Tensor:
-    """x W^T of each expert's tokens, of rows in fp8, in the type of x.
-
-    Args:
-        largest: where ranks share K: reduces the largest magnitudes of rows over them.
-    """
-    dtype = x_NK.dtype
-    x, weight = scaled_rows(x_NK, largest), scaled_rows(weight_EMK, largest)
-    operands = FP8 if dtype == torch.bfloat16 else f"rows of {dtype} in fp8"
-    if chosen_kernel(x_NK, weight_EMK, loads, dtype=operands, is_aligned=True) == "grouped":
-        return torch._scaled_grouped_mm(
-            for_kernels(x.values),
-            for_kernels(weight.values).mT,
-            scale_a=1 / x.scale.squeeze(-1),
-            scale_b=1 / weight.scale.squeeze(-1),
-            offs=loads.ends,
-            out_dtype=dtype,
-            use_fast_accum=False,
-        )
-    lengths = loads.lengths(len(x_NK))
-    runs = map(ScaledRows, x.values.split(lengths), x.scale.split(lengths))
-    matrices = map(ScaledRows, weight.values.unbind(), weight.scale.unbind())
-    outputs = [
-        product_of_scaled(run, matrix, dtype)
-        for run, matrix in zip(runs, matrices, strict=True)
-        if len(run.values)
-    ]
-    return torch.cat(outputs) if outputs else x_NK.new_zeros(0, weight_EMK.shape[1])

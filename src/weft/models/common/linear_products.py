@@ -9,11 +9,11 @@ Note [Products in fp8]
         dW = dy^T x     in the type of compute: its rows would be of tokens, which micro-batches and
                         ranks share out, and a scale over all of them cannot be known before the last one
 
-    Each row is multiplied by the largest power of two that keeps its largest entry within 448, at the
-    time of the product. Scaling is exact then, so that a rounding depends on its entry alone, but for
-    entries below 2^-15 of the row's largest. Gradients have e4m3, too: a row has a scale of its own, so
-    that it needs digits more than e5m2's range. This is the recipe "rowwise with grad weight in high
-    precision" of torchao.
+    Each row is multiplied by the largest power of two that keeps its largest entry within 448; which
+    rows serve several products says Note [Operands that are kept]. Scaling is exact then, so that a
+    rounding depends on its entry alone, but for entries below 2^-15 of the row's largest. Gradients
+    have e4m3, too: a row has a scale of its own, so that it needs digits more than e5m2's range. This
+    is the recipe "rowwise with grad weight in high precision" of torchao.
 
     A row whose entries several tensor-parallel ranks hold has one scale: `largest_in` and `largest_out`
     reduce the largest entries over the ranks that share the input features, or the output features.
@@ -34,9 +34,9 @@ Note [Products in fp8]
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from weft.errors import Fault, PlanError
+from weft.models.common.fp8_operands import KeptOperands, RoundedRows, Use
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3, LARGEST_MANTISSA = 448.0, 0.875
@@ -85,20 +86,41 @@ class Fp8Product(LinearProduct):
     Attributes:
         largest_in: where ranks share the input features; None: each has them all.
         largest_out: where they share the output features.
+        kept: what a pass over micro-batches keeps of the operands.
     """
 
     largest_in: Largest | None = None
     largest_out: Largest | None = None
+    kept: KeptOperands = field(default_factory=KeptOperands, compare=False, repr=False)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return fp8_linear(x, weight, bias, self)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = _like_rows(x, product_of_rows(rows(x), weight, self.largest_in))
+        y = self._product(x, weight, "output", self.largest_in)
         return y if bias is None else y + bias
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        return _like_rows(dy, product_of_rows(rows(dy), weight.t(), self.largest_out))
+        return self._product(dy, weight.t(), "input gradient", self.largest_out)
+
+    def _product(self, x: Tensor, weight_MK: Tensor, use: Use, largest: Largest | None) -> Tensor:
+        """x W^T of rows in fp8, in the type of x.
+
+        Args:
+            largest: where ranks share K: reduces the largest magnitudes of rows over them.
+        """
+        for_kernel = has_fp8_kernel(weight_MK, columns=len(weight_MK))
+
+        def rows_of_x() -> RoundedRows:
+            return rounded_rows(rows(x), largest, for_kernel=for_kernel)
+
+        def rows_of_weight() -> RoundedRows:
+            return rounded_rows(weight_MK, largest, for_kernel=for_kernel)
+
+        is_input = use == "output"
+        a = self.kept.input(x, (largest, for_kernel), rows_of_x) if is_input else rows_of_x()
+        b = self.kept.weight(use, rows_of_weight)
+        return _like_rows(x, product_of_rounded(a, b, x.dtype))
 
 
 PLAIN_PRODUCT = LinearProduct()
@@ -193,32 +215,13 @@ def _like_rows(x: Tensor, matrix: Tensor) -> Tensor:
     return unviewed
 
 
-class ScaledRows(NamedTuple):
-    """Rows, each multiplied by the largest power of two that keeps it within the range of e4m3.
-
-    Attributes:
-        values: [..., K], not rounded yet.
-        scale: [..., 1], by which they were multiplied; of float32 at least.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-
-def product_of_rows(a_NK: Tensor, b_MK: Tensor, largest: Largest | None) -> Tensor:
-    """a b^T of rows in fp8, in the type of a.
+def rounded_rows(x: Tensor, largest: Largest | None, *, for_kernel: bool) -> RoundedRows:
+    """The rows x[..., K], each multiplied by the largest power of two that keeps it within the range of
+    e4m3, and rounded.
 
     Args:
         largest: where ranks share K: reduces the largest magnitudes of rows over them.
-    """
-    return product_of_scaled(scaled_rows(a_NK, largest), scaled_rows(b_MK, largest), a_NK.dtype)
-
-
-def scaled_rows(x: Tensor, largest: Largest | None) -> ScaledRows:
-    """The rows x[..., K] with their scales.
-
-    Args:
-        largest: see `product_of_rows`.
+        for_kernel: for products of the device: in e4m3, one row after the other.
     """
     dtype = x.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -230,37 +233,41 @@ def scaled_rows(x: Tensor, largest: Largest | None) -> ScaledRows:
     if largest is not None:
         magnitudes = largest(magnitudes)
     scale = scales(magnitudes.to(wide)).unsqueeze(-1)
-    return ScaledRows(x * scale.to(x.dtype), scale)
+    factor = scale.to(x.dtype)
+    if not for_kernel:
+        return RoundedRows(in_e4m3(x * factor).to(wide), 1 / scale)
+    if torch.compiler.is_compiling():  # which fuses both
+        values = (x * factor).to(E4M3, memory_format=torch.contiguous_format)
+    else:
+        values = torch.empty(x.shape, dtype=E4M3, device=x.device)
+        torch.mul(x, factor, out=values)  # one kernel, no product in wider numbers in between
+    return RoundedRows(values, 1 / scale)
 
 
-def product_of_scaled(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
-    """a_NK b_MK^T of rows that are rounded to e4m3 -> [N, M] of this type."""
-    scale_N1, scale_M1 = a.scale, b.scale
-    if has_fp8_kernel(a.values, columns=len(b.values)):
+def product_of_rounded(a: RoundedRows, b: RoundedRows, dtype: torch.dtype) -> Tensor:
+    """a_NK b_MK^T of rows that were rounded alike -> [N, M] of this type."""
+    if a.values.dtype == E4M3:
         # sums in float32, as below, since fast accumulation would keep fewer digits of them
         return torch._scaled_mm(
-            for_kernels(a.values),
-            for_kernels(b.values).t(),
-            scale_a=1 / scale_N1,
-            scale_b=(1 / scale_M1).t(),
+            a.values,
+            b.values.t(),
+            scale_a=a.inverse,
+            scale_b=b.inverse.t(),
             out_dtype=dtype,
             use_fast_accum=False,
         )
-    wide = scale_N1.dtype
-    product_NM = in_e4m3(a.values).to(wide) @ in_e4m3(b.values).to(wide).t()
-    product_NM /= scale_N1
-    product_NM /= scale_M1.t()
+    product_NM = a.values @ b.values.t()
+    product_NM *= a.inverse
+    product_NM *= b.inverse.t()
     return product_NM.to(dtype)
 
 
-def for_kernels(values: Tensor) -> Tensor:
-    """Scaled rows in e4m3, one after the other, as kernels take them: columns of a weight are not."""
-    return values.to(E4M3, memory_format=torch.contiguous_format)
-
-
 def _largest_of_rows(x: Tensor) -> Tensor:
-    """The largest magnitude of each row: x is read twice, and no |x| written."""
-    return torch.maximum(x.amax(-1), -x.amin(-1))
+    """The largest magnitude of each row; no |x| is written."""
+    if x.is_cuda or x.is_meta:
+        norms: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1)  # reads x once
+        return norms
+    return torch.maximum(x.amax(-1), -x.amin(-1))  # on CPUs a twentieth of its time
 
 
 def scales(largest: Tensor) -> Tensor:
@@ -297,7 +304,7 @@ def has_fp8_kernel(x: Tensor, *, columns: int) -> bool:
     """
     if not (x.is_cuda or x.is_meta) or x.dtype != torch.bfloat16:
         return False
-    if x.shape[1] % FP8_UNIT or columns % FP8_UNIT:
+    if x.shape[-1] % FP8_UNIT or columns % FP8_UNIT:
         return False
     if torch.compiler.is_compiling():
         return True  # the run was checked at its start; the query would divide the graph

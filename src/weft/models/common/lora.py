@@ -114,6 +114,11 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y + product
 
 
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a linear has an adapter."""
+    return getattr(module, FACTORS[0], None) is not None
+
+
 def magnitude_of(module: nn.Module) -> LoraMagnitude | None:
     """The magnitudes of a linear; None where it has none."""
     return cast("LoraMagnitude | None", getattr(module, MAGNITUDE, None))

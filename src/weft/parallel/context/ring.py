@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
 
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.comm.hop import MessagePair, start_hop
 from weft.comm.transport import Work
 from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Axis
@@ -69,55 +69,22 @@ class Hop:
 
     def __init__(self, ring: RingExchange, sent: KeyValue, *, step: int = 1) -> None:
         self.sent = sent
+        self.work: Work | MessagePair
         if ring.num_ranks == 2:
-            self.works = _start_exchange(ring, sent)
+            self.work = _start_exchange(ring, sent)
         else:
-            self.works = _start_messages(ring, sent, step)
+            received = torch.empty_like(sent.buffer)
+            self.work = start_hop(ring.comm, ring.axis, sent.buffer, received, step=step)
 
     def wait(self) -> KeyValue:
         """What was received."""
-        results = [work.wait() for work in self.works]
-        return self.sent.with_buffer(results[-1])
+        return self.sent.with_buffer(self.work.wait())
 
 
-def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
+def _start_exchange(ring: RingExchange, sent: KeyValue) -> Work:
     num_entries = sent.buffer.numel()
     sizes = (0, num_entries) if ring.index == 0 else (num_entries, 0)
-    work = ring.comm.start_all_to_all(sent.buffer, ring.axis, send_sizes=sizes, recv_sizes=sizes)
-    return (work,)
-
-
-def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work, ...]:
-    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one
-    connection without tags.
-    """
-    comm = ring.comm
-    axis = ring.axis
-    target = (ring.index + step) % ring.num_ranks
-    source = (ring.index - step) % ring.num_ranks
-    buffer = torch.empty_like(sent.buffer)
-    place = _place_in_cycle(ring.index, step, ring.num_ranks)
-    sends_first = place % 2 == 0
-    with comm.grouped_messages():
-        if sends_first:
-            sending = comm.start_send(sent.buffer, axis, to=target)
-            receiving = comm.start_recv(buffer, axis, source=source)
-        else:
-            receiving = comm.start_recv(buffer, axis, source=source)
-            sending = comm.start_send(sent.buffer, axis, to=target)
-    return sending, receiving
-
-
-def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
-    """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where
-    step is 1.
-    """
-    at = index % gcd(step, num_ranks)
-    place = 0
-    while at != index:
-        at = (at + step) % num_ranks
-        place += 1
-    return place
+    return ring.comm.start_all_to_all(sent.buffer, ring.axis, send_sizes=sizes, recv_sizes=sizes)
 
 
 class RingAccumulator:

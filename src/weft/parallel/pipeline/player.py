@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
 from weft.parallel.autograd.split_backward import SplitBackward
+from weft.parallel.model.fp8_pass import Fp8Pass
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.boundary import received_input, sent_output
 from weft.parallel.pp import AXIS as PP
@@ -172,6 +173,11 @@ class Player:
         row = lower(self.table).rows[self.rank]
         return grouped_transfers(row)
 
+    @cached_property
+    def fp8_pass(self) -> Fp8Pass:
+        """What this rank's linears in fp8 keep during a step."""
+        return Fp8Pass.of(self.model, microbatches=self.table.microbatches)
+
     def play(
         self,
         batches: Sequence[Batch],
@@ -189,13 +195,14 @@ class Player:
         """
         no_loss = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
         state = StepState(batches, seed, loss=no_loss)
-        for part in self.parts:
-            if isinstance(part, Act):
-                if before_action is not None:
-                    before_action(part)
-                self._execute(state, part)
-            else:
-                self._start_transfers(state, part)
+        with self.fp8_pass.open():
+            for part in self.parts:
+                if isinstance(part, Act):
+                    if before_action is not None:
+                        before_action(part)
+                    self._execute(state, part)
+                else:
+                    self._start_transfers(state, part)
         # A sent tensor may be freed or written only when its send has ended.
         for send in state.sends:
             send.work.wait()

@@ -15,6 +15,7 @@ from weft.errors import Fault, PlanError
 from weft.models.common.linear_products import PRODUCT, product_of, share_rows
 from weft.models.common.lora import (
     bias_before_magnitude,
+    has_adapter,
     magnitude_of,
     plus_adapter,
     take_adapter,
@@ -22,6 +23,7 @@ from weft.models.common.lora import (
 )
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
+from weft.parallel.tensor.chunked_products import scattered_linear
 from weft.parallel.tensor.region import DeferredWeight, HasWeight, Region, SharedEntries, linear
 from weft.parallel.tensor.vocabulary_shard import VocabularyShard
 from weft.parallel.tp import AXIS
@@ -98,7 +100,7 @@ class ColumnParallelLinear(MarkedLayer):
         """
         bias = bias_before_magnitude(self)
         if self.entries is not None:
-            x, deferred = self.entries.read(x, self)
+            x, deferred = self.entries.read(x, self, multiplies=True)
             y = linear(x, deferred, bias, product_of(self))
         elif self.deferred is not None:
             # the region's entry, at a `RegionInput`, has set it for this forward
@@ -200,9 +202,12 @@ class RowParallelLinear(MarkedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
-        partial = product_of(self)(x, self.weight, None)
-        partial = plus_adapter(self, x, partial)
-        y = self.region.leave(partial)
+        if self.region.takes_chunks(x) and not has_adapter(self):
+            y = scattered_linear(x, self.weight, self.region.comm, self.region.axis)
+        else:
+            partial = product_of(self)(x, self.weight, None)
+            partial = plus_adapter(self, x, partial)
+            y = self.region.leave(partial)
         if magnitude_of(self) is not None:
             return with_magnitude(self, y, self._sum_over_ranks)
         if self.bias is None:

@@ -33,7 +33,7 @@ Note [Shared entries]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ from weft.comm.transport import Work
 from weft.core.mesh import Axis
 from weft.models.common.linear_products import LinearProduct, rows
 from weft.parallel.autograd.split_backward import active_split_backward
+from weft.parallel.tensor import chunked_products
 from weft.parallel.tensor.autocast import autocast
 
 SEQ_DIM = 1
@@ -66,10 +67,15 @@ class DeferredWeight:
 
     Attributes:
         is_deferred: whether it is; else autograd computes the gradient with that of the input.
+        multiplied: the x whose product was computed while it was gathered; see Note [Products in
+            chunks].
+        output: that product.
     """
 
     weight: Tensor
     is_deferred: bool = False
+    multiplied: Tensor | None = None
+    output: Tensor | None = None
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -81,6 +87,8 @@ class Region:
     Attributes:
         overlaps: whether weight gradients are computed while the gradient of the input is reduced; in
             blocks that are compiled they are not.
+        in_chunks: whether parts of the sequence are sent while others are multiplied; see Note
+            [Products in chunks].
     """
 
     comm: Comm
@@ -88,11 +96,15 @@ class Region:
     sequence_parallel: bool
     dim: int = SEQ_DIM
     overlaps: bool = True
+    in_chunks: bool = False
 
     def enter(
-        self, x: Tensor, weights: Sequence[Tensor]
+        self, x: Tensor, weights: Sequence[Tensor], *, multiplied: Collection[int] = ()
     ) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
         """The whole x for every rank, and the weights to be used on it.
+
+        Args:
+            multiplied: places of the weights whose product with x is needed.
 
         With sequence parallelism x_BSD holds this rank's part of the sequence and is all-gathered;
         its gradient is reduce-scattered. Otherwise x stays as it is and its gradient is
@@ -108,8 +120,17 @@ class Region:
             for one in deferred:
                 one.weight = _Weight.apply(one.weight, one)  # type: ignore[no-untyped-call]
                 one.is_deferred = True
-        entered: Tensor = _Enter.apply(x, grad, self)  # type: ignore[no-untyped-call]
+        at_once = [deferred[place] for place in multiplied] if self.takes_chunks(x) else []
+        entered: Tensor = _Enter.apply(x, grad, self, at_once)  # type: ignore[no-untyped-call]
+        for one in at_once:
+            one.multiplied = entered
         return entered, deferred
+
+    def takes_chunks(self, x: Tensor) -> bool:
+        """Whether products with x, or its gradient, are computed in chunks."""
+        if not (self.in_chunks and self.sequence_parallel and self.dim == SEQ_DIM):
+            return False
+        return x.dim() == 3 and active_split_backward() is None
 
     def _entered(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -164,8 +185,14 @@ class SharedEntries:
         self.region = region
         self._open: list[_Entry] = []
 
-    def read(self, x: Tensor, linear: HasWeight) -> tuple[Tensor, DeferredWeight]:
-        """The region's input for this linear, and its weight."""
+    def read(
+        self, x: Tensor, linear: HasWeight, *, multiplies: bool = False
+    ) -> tuple[Tensor, DeferredWeight]:
+        """The region's input for this linear, and its weight.
+
+        Args:
+            multiplies: whether it multiplies them, and all readers do.
+        """
         for place, entry in enumerate(self._open):
             weight = entry.take(linear) if entry.x is x else None
             if weight is not None:
@@ -173,7 +200,10 @@ class SharedEntries:
                     del self._open[place]
                 return entry.entered, weight
         readers = linear.readers or (linear,)
-        entered, weights = self.region.enter(x, [reader.weight for reader in readers])
+        multiplied = range(len(readers)) if multiplies else ()
+        entered, weights = self.region.enter(
+            x, [reader.weight for reader in readers], multiplied=multiplied
+        )
         entry = _Entry(x, entered, list(zip(readers, weights, strict=True)))
         weight = entry.take(linear)
         assert weight is not None, "a linear is one of its readers"
@@ -225,16 +255,30 @@ class _Enter(torch.autograd.Function):
     """The region's input; backward: starts the reduction of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad, region: Region) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        grad: AsyncInputGrad,
+        region: Region,
+        multiplied: Sequence[DeferredWeight],
+    ) -> Tensor:
         ctx.grad = grad
         ctx.region = region
         ctx.shape = x.shape
+        if multiplied:
+            matrices = [one.weight.t() for one in multiplied]
+            whole, outputs = chunked_products.gathered_products(
+                x, matrices, region.comm, region.axis
+            )
+            for one, output in zip(multiplied, outputs, strict=True):
+                one.output = output
+            return whole
         if region.sequence_parallel:
             return region.comm.all_gather(x, region.axis, dim=region.dim)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         region: Region = ctx.region
         comm = region.comm
         if torch.is_grad_enabled():
@@ -245,7 +289,7 @@ class _Enter(torch.autograd.Function):
             work = comm.start_all_reduce(dx, region.axis)
         ctx.grad.work = work
         placeholder = _placeholder(dx, ctx.shape)
-        return placeholder, None, None
+        return placeholder, None, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -294,7 +338,11 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
         ctx.product = product
-        y = product.output(x, weight, bias)
+        if deferred.output is not None and deferred.multiplied is x:
+            y = deferred.output if bias is None else deferred.output.add_(bias)
+        else:
+            y = product.output(x, weight, bias)
+        deferred.multiplied = deferred.output = None
         # no view in the eyes of autograd: the caller may change it in place, as with nn.Linear
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return unviewed

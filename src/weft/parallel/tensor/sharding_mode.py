@@ -123,6 +123,7 @@ class Findings:
         entries: path of the first column-parallel linear that reads a tensor -> paths of all that
             read it.
         inside_columns: column-parallel linears whose input is inside a region already.
+        entry_columns: those of them that read what a declared region begins with.
         uses: whole parameter -> whether its gradient is a partial sum, for each side on which it is
             used.
         sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
@@ -137,6 +138,7 @@ class Findings:
 
     entries: dict[str, list[str]] = field(default_factory=dict)
     inside_columns: set[str] = field(default_factory=set)
+    entry_columns: set[str] = field(default_factory=set)
     uses: dict[str, set[bool]] = field(default_factory=dict)
     sharded_losses: dict[str, int] = field(default_factory=dict)
     shared_heads: dict[str, int] = field(default_factory=dict)
@@ -159,9 +161,8 @@ class Findings:
         for path, readers in self.entries.items():
             if _is_below(path, block):
                 found.entries[path] = list(readers)
-        for path in self.inside_columns:
-            if _is_below(path, block):
-                found.inside_columns.add(path)
+        found.inside_columns = {path for path in self.inside_columns if _is_below(path, block)}
+        found.entry_columns = {path for path in self.entry_columns if _is_below(path, block)}
         for name, is_partial in self.uses.items():
             if _is_below(name, block):
                 found.uses[name] = set(is_partial)
@@ -186,8 +187,8 @@ class Findings:
         found = Findings()
         for path, readers in self.entries.items():
             found.entries[rename(path)] = list(map(rename, readers))
-        for path in self.inside_columns:
-            found.inside_columns.add(rename(path))
+        found.inside_columns = set(map(rename, self.inside_columns))
+        found.entry_columns = set(map(rename, self.entry_columns))
         for name, is_partial in self.uses.items():
             found.uses[rename(name)] = set(is_partial)
         for path, num_entries in self.sharded_losses.items():
@@ -204,6 +205,7 @@ class Findings:
         """Add what was found about another block."""
         self.entries.update(other.entries)
         self.inside_columns.update(other.inside_columns)
+        self.entry_columns.update(other.entry_columns)
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
         self.shared_heads.update(other.shared_heads)
@@ -251,6 +253,7 @@ class ShardingTrace(TorchDispatchMode):
         self._values: TensorNotes[Value] = TensorNotes()
         self._fresh: dict[int, Tensor] = {}
         self._readers: dict[int, str] = {}
+        self._region_inputs: list[Tensor] = []
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._values
@@ -428,6 +431,12 @@ class ShardingTrace(TorchDispatchMode):
         entered_value = Value(dims=whole_dims(shape), inside=True, activation=True)
         return self.set(entered, entered_value)
 
+    def enter_declared(self, x: Tensor) -> Tensor:
+        """The input of a region that a model declares."""
+        entered = self.enter(x)
+        self._region_inputs.append(entered)
+        return entered
+
     def leave(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The sum over ranks of tensors of this shape; with sequence parallelism each rank's part
         of the sequence.
@@ -450,6 +459,8 @@ class ShardingTrace(TorchDispatchMode):
         value = self.value(x)
         if value.inside:
             self.findings.inside_columns.add(column)
+            if any(x is entered for entered in self._region_inputs):
+                self.findings.entry_columns.add(column)
             return x
         first = self._readers.setdefault(id(x), column)
         readers = self.findings.entries.setdefault(first, [])
@@ -493,6 +504,7 @@ class ShardingTrace(TorchDispatchMode):
     def forget_readers(self) -> None:
         """Linears share entries only with those of their own block."""
         self._readers.clear()
+        self._region_inputs.clear()
         self._fresh.clear()
         self._leaf = ""
 

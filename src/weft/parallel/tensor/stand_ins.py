@@ -129,7 +129,7 @@ class TracedRegionInput(nn.Module):
         value = self.trace.value(x)
         if value.inside:
             return x
-        return self.trace.enter(x)
+        return self.trace.enter_declared(x)
 
 
 class TracedRegion(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -82,6 +82,7 @@ def transform(
                 AXIS,
                 plan.sequence_parallel and whole is None,
                 overlaps=runs_as_written or not plan.compiles_blocks(comm.device.type),
+                in_chunks=plan.tp_overlap,
             )
             made[key] = _make_parallel(
                 first_name, block, regions.modules[first_name], regions.findings, region
@@ -267,15 +268,25 @@ class RegionEntry(nn.Module):
     inside.
     """
 
-    def __init__(self, region: Region, columns: tuple[ColumnParallelLinear, ...]) -> None:
+    def __init__(
+        self,
+        region: Region,
+        columns: tuple[ColumnParallelLinear, ...],
+        readers: Collection[ColumnParallelLinear],
+    ) -> None:
+        """
+        Args:
+            readers: those of the columns that read the entry itself.
+        """
         super().__init__()
         self.region = region
         self._columns = columns  # a tuple, so that they are no submodules
+        self._multiplied = tuple(place for place, each in enumerate(columns) if each in readers)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's x -> the whole x."""
         weights = [column.weight for column in self._columns]
-        entered, deferred = self.region.enter(x, weights)
+        entered, deferred = self.region.enter(x, weights, multiplied=self._multiplied)
         for column, weight in zip(self._columns, deferred, strict=True):
             column.deferred = weight
         return entered
@@ -332,7 +343,12 @@ def _make_parallel(
         if any(widths) and path.startswith(f"{name}."):
             norm = block.get_submodule(path.removeprefix(f"{name}."))
             compute_over_ranks(norm, widths, region)
-    _make_regions(block, modules, columns, region)
+    readers = {
+        column
+        for path, column in columns.items()
+        if path_below(name, path) in findings.entry_columns
+    }
+    _make_regions(block, modules, columns, region, readers)
     _share_entries(name, block, entries, columns, findings)
     if modules.embeddings and region.sequence_parallel:
         learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
@@ -346,6 +362,7 @@ def _make_regions(
     modules: ShardedModules,
     columns: Mapping[str, ColumnParallelLinear],
     region: Region,
+    readers: Collection[ColumnParallelLinear],
 ) -> None:
     """Replace the declared ends of regions by the region's own."""
     for path, module in list(block.named_modules()):
@@ -353,7 +370,7 @@ def _make_regions(
         is_declared = parent in modules.regions
         if isinstance(module, RegionInput) and (is_declared or modules.columns):
             inside = _columns_inside(parent, columns)
-            replace_module(block, module, RegionEntry(region, inside))
+            replace_module(block, module, RegionEntry(region, inside, readers))
         elif isinstance(module, RegionOutput) and is_declared:
             replace_module(block, module, RegionExit(region))
 

@@ -6,6 +6,7 @@ these find to be partial, and knows no backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -103,6 +104,16 @@ def _largest(op: TypedOp) -> list[AxisType]:
     return plain_reduction(op, places)
 
 
+def _vector_norm(op: TypedOp) -> list[AxisType]:
+    """linalg_vector_norm: that of infinity is the largest magnitude; of parts, others are no norms."""
+    if op.args.get("ord") == math.inf:
+        return _largest(op)
+    places = places_named(op.dims, op.args.get("dim"))
+    if any(is_sharded(op.dims[place]) for place in places):
+        raise ShardingError(f"{op.name} over a sharded dim")
+    return plain_reduction(op, places)
+
+
 def _norm_backward(op: TypedOp) -> list[AxisType]:
     """native_layer_norm_backward, _fused_rms_norm_backward: dx like x, gradients of weight and bias
     are sums over all leading dims.
@@ -187,6 +198,7 @@ _RULES: Mapping[ShardRule, tuple[str, ...]] = {
     _linear: ("linear",),
     _sum: ("sum",),
     _largest: ("amax", "amin", "max", "min"),
+    _vector_norm: ("linalg_vector_norm",),
     _norm: ("native_layer_norm", "_fused_rms_norm"),
     _norm_backward: ("native_layer_norm_backward", "_fused_rms_norm_backward"),
     _softmax_backward: ("_softmax_backward_data", "_log_softmax_backward_data"),

@@ -10,13 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm import ops
+from weft.comm.comm import Comm
 from weft.core.axes import StateAxes
 from weft.core.dimension import pipeline_axis, replicated_axes
+from weft.core.mesh import Axis
 from weft.models.common import experts
 from weft.models.common.experts import Sorting
 from weft.parallel.context import whole_sequences
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert import dispatch
+from weft.parallel.tensor import chunked_products
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dims, with_dim
 from weft.parallel.zero import grad_norm, param_group, quantized_group
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
@@ -55,6 +58,8 @@ class WatchedFunctions:
             (step_module, "rank_sums"): self._rank_sums,
             (param_group, "FixedOrderSum"): self._fixed_order_sum,
             (ops, "scatter_to_region"): self._scatter_to_region,
+            (chunked_products, "gathered_products"): _gathered_products,
+            (chunked_products, "scattered_product"): _scattered_product,
             (whole_sequences, "share_gradient"): functools.partial(self._gradient_share, PARTIAL),
             (whole_sequences, "join_gradient"): functools.partial(self._gradient_share, None),
             (quantized_group, "dequantize_into"): self._dequantize_into,
@@ -313,3 +318,18 @@ def _rows_of(one: AxisType, x: Tensor, num_rows: int) -> AxisType:
 def _reshaped(one: AxisType, x: Tensor) -> AxisType:
     """A type without shards for a tensor of another shape."""
     return replicated(tuple(x.shape)) if one.kind == "replicated" else one
+
+
+def _gathered_products(
+    _: Callable[..., Any], x_BsD: Tensor, matrices: Sequence[Tensor], comm: Comm, axis: Axis
+) -> tuple[Tensor, list[Tensor]]:
+    """By the collective that the messages stand for."""
+    x_BSD = comm.all_gather(x_BsD, axis, dim=1)
+    return x_BSD, [x_BSD @ matrix for matrix in matrices]
+
+
+def _scattered_product(
+    _: Callable[..., Any], x_BSI: Tensor, matrix_IO: Tensor, comm: Comm, axis: Axis
+) -> Tensor:
+    """By the collective that the messages stand for."""
+    return comm.reduce_scatter(x_BSI @ matrix_IO, axis, dim=1)
