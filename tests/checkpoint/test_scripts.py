@@ -27,7 +27,7 @@ Script = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Net(nn.Module):
-    """Matrices, vectors, a scalar, tied weights, and buffers; one of complex numbers, one without entries."""
+    """Matrices, vectors, a complex scalar, tied weights, and buffers; one of complex numbers, one without entries."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ class Net(nn.Module):
         self.tied = nn.Linear(3, 3, bias=False)
         self.tied.weight = self.last.weight
         self.norm = nn.BatchNorm1d(3)
-        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.gain = nn.Parameter(torch.tensor(0.5 + 0.1j, dtype=torch.complex128))
         self.register_buffer("phases", torch.polar(torch.ones(2), torch.arange(2.0)))
         self.register_buffer("none", torch.zeros(0, 2))
         self.double()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in self.parameters():
-                param.copy_(torch.rand(param.shape, generator=generator, dtype=torch.float64))
+                param.copy_(torch.rand(param.shape, generator=generator, dtype=param.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(self.up(self.norm(x)).tanh())
-        return self.last(self.tied(y)) * self.gain
+        return self.last(self.tied(y)) * self.gain.abs()
 
 
 def optimizer_of(params: Any) -> torch.optim.Optimizer:

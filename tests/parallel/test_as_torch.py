@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from weft.comm.comm import Comm
+from weft.errors import PlanError
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -28,6 +30,16 @@ Wrap = Callable[[nn.Module, Comm], Any]
 Action = Callable[["Script"], None]
 
 
+def filled(module: nn.Module) -> nn.Module:
+    """In double precision, with values that do not depend on torch's generator."""
+    module.double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.rand(param.shape, generator=generator, dtype=param.dtype) - 0.3)
+    return module
+
+
 class Net(nn.Module):
     """Matrices, vectors, a scalar, and uneven shapes; dicts go in and come out."""
 
@@ -38,10 +50,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(5, dtype=torch.float64)
         self.second = nn.Linear(5, 4, dtype=torch.float64)
         self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.rand(param.shape, generator=generator, dtype=torch.float64) - 0.3)
+        filled(self)
 
     def predict(self, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
@@ -321,8 +330,12 @@ def foreach(script: Script) -> None:
 
 
 def lbfgs(script: Script) -> None:
-    optimizer = torch.optim.LBFGS(script.wrapped().parameters(), lr=0.1, max_iter=3)
+    evaluate_several_times(
+        script, torch.optim.LBFGS(script.wrapped().parameters(), lr=0.1, max_iter=3)
+    )
 
+
+def evaluate_several_times(script: Script, optimizer: Optimizer) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = script.loss(0)
@@ -401,8 +414,9 @@ def averaging(script: Script) -> None:
 
 
 def saving(script: Script) -> None:
+    """Adamax computes with a state before it computes with that and a gradient."""
     net = script.wrapped()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    optimizer = torch.optim.Adamax(net.parameters(), lr=0.05)
     script.train(optimizer)
     file = io.BytesIO()
     torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -514,6 +528,184 @@ def checkpointing(script: Script) -> None:
     script.train(torch.optim.SGD(net.parameters(), lr=0.5))
 
 
+class Recurrent(Net):
+    """Layers of which torch holds the weights in lists and weak references, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = filled(nn.LSTM(3, 3, batch_first=True))
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        sequence, _ = self.rnn(batch["x"].unsqueeze(1).expand(-1, 3, -1))
+        return super().forward({"x": sequence.mean(1)})
+
+
+def recurrent_layers(script: Script) -> None:
+    """Frozen in part later: the block computes gradients of its inputs with what has none itself."""
+    script.net = net = script.wrapped(Recurrent())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    script.train(optimizer)
+    rnn = net.rnn if script.comm is None or hasattr(net, "rnn") else net.module.rnn
+    for name, param in rnn.named_parameters():
+        param.requires_grad_("weight_hh" not in name)
+    script.train(optimizer, first=3)
+    script.net = net = copy.deepcopy(net)
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5), first=6)
+
+
+class Stopped(nn.Module):
+    """A block that reads its weights detached, has a frozen one, one that is never used, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.frozen = nn.Parameter(torch.empty(3, 3), requires_grad=False)
+        self.never = nn.Parameter(torch.empty(2, 3))
+        self.filter = nn.Parameter(torch.empty(2, dtype=torch.complex128))
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+        filled(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x) @ self.weight.detach() @ self.frozen + x.detach() @ self.weight
+        return torch.fft.irfft(torch.fft.rfft(hidden * self.scale) * self.filter, n=3)
+
+
+class Twice(Net):
+    """The first block runs again after the others, recomputed by reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Stopped(), filled(nn.Linear(3, 3))])
+        self.blocks.append(self.blocks[0])
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = batch["x"].clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return super().forward({"x": x})
+
+
+class TwiceStored(Twice):
+    """The same without checkpoints."""
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        return Net.forward(self, {"x": x})
+
+
+def reentrant_checkpoints_of_one_block(script: Script) -> None:
+    script.net = net = script.wrapped(Twice())
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5))
+
+
+def a_retained_graph_and_other_weights(script: Script) -> None:
+    """Two backwards of one graph, which has saved a buffer; then an evaluation under other weights, and back."""
+    script.net = net = script.wrapped(TwiceStored())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05, eps=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        y = net(script.batch(step))["y"]
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward()
+        optimizer.step()
+        kept = [param.detach().clone() for param in net.parameters()]
+        for param in net.parameters():
+            param.data.mul_(0.5)
+        with torch.no_grad():
+            net(script.batch(step))
+        for param, value in zip(net.parameters(), kept, strict=True):
+            param.data.copy_(value)
+
+
+def penalties(script: Script) -> None:
+    """A gradient penalty with a backward of its own; norms of parameters, also of one that is not used."""
+    script.net = net = script.wrapped(TwiceStored())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(2):
+        optimizer.zero_grad()
+        batch = script.batch(step)
+        batch["x"].requires_grad_()
+        (gradient,) = torch.autograd.grad(net(batch)["y"].sum(), batch["x"], create_graph=True)
+        gradient.square().sum(1).mean().backward()
+        penalty = sum(param.abs().square().sum() for param in net.parameters())
+        (script.loss(step) + 0.1 * penalty).backward()
+        optimizer.step()
+
+
+class Broken(torch.autograd.Function):
+    """Raises an error in the backward, as one that runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+class SometimesBroken(Net):
+    """Its backward fails between two blocks."""
+
+    is_broken = False
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.norm(self.first(batch["x"])))
+        hidden = Broken.apply(hidden) if self.is_broken else hidden
+        return {"y": self.second(hidden) * self.gain}
+
+
+def going_on_after_an_error(script: Script) -> None:
+    """A batch is left out, whose backward raised an error when some gradients had arrived."""
+    plain = SometimesBroken()
+    script.net = net = script.wrapped(plain)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for step in range(4):
+        plain.is_broken = step % 2 == 1
+        try:
+            script.loss(step).backward()
+        except ArithmeticError:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+
+
+def casting_later(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    script.train(optimizer)
+    net.float()
+    net.double()
+    script.train(optimizer, first=3)
+
+
+def as_a_vector(script: Script) -> None:
+    net = script.wrapped()
+    vector = torch.nn.utils.parameters_to_vector(net.parameters())
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(vector * 0.9, net.parameters())
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5))
+
+
+def detached_gradients(script: Script) -> None:
+    """Zeroed as scripts of 2017 do; a backward creates a graph of them, and the values move then."""
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        for param in net.parameters():
+            if param.grad is not None:
+                param.grad.detach_().zero_()
+        script.loss(step).backward()
+        optimizer.step()
+    script.loss(9).backward(create_graph=True)
+    for param in net.parameters():
+        param.data = param.data.clone()  # also where this rank has no entries
+    script.train(optimizer, first=3)
+
+
 def gradients_set_by_hand(script: Script) -> None:
     net = script.wrapped()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -558,10 +750,21 @@ ACTIONS: list[Action] = [
     checkpointing,
     gradients_set_by_hand,
 ]
+RARE_ACTIONS: list[Action] = [
+    recurrent_layers,
+    reentrant_checkpoints_of_one_block,
+    a_retained_graph_and_other_weights,
+    penalties,
+    going_on_after_an_error,
+    casting_later,
+    as_a_vector,
+    detached_gradients,
+]
+CASES = [*itertools.product(ACTIONS, WRAPPERS), *itertools.product(RARE_ACTIONS, [ddp, zero3])]
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("act", ACTIONS)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@pytest.mark.parametrize(("act", "wrap"), CASES)
 def test_an_everyday_action_has_the_values_of_one_process(act: Action, wrap: Wrap) -> None:
     if act is hooks_of_parameters and wrap is ddp:
         pytest.skip("hooks see gradients of this rank alone, as under torch's")
@@ -574,7 +777,7 @@ def test_an_everyday_action_has_the_values_of_one_process(act: Action, wrap: Wra
         act(script)
         return script.values()
 
-    rtol = 1e-6 if act is casting else RTOL
+    rtol = 1e-6 if act in (casting, casting_later) else RTOL
     for values in run_ranks("dp2", rank):
         assert values.keys() == expected.keys()
         for name, value in expected.items():
@@ -612,6 +815,55 @@ def test_a_sharded_optimizer_of_whole_parameters_has_the_values_of_one_process(
                 atol=RTOL,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+def test_a_sharded_optimizer_evaluates_a_closure_as_often_as_it_needs() -> None:
+    alone = Script(None, None)
+    lbfgs(alone)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        script = Script(ddp, comm)
+        params = script.wrapped().parameters()
+        optimizer = ShardedOptimizer(params, torch.optim.LBFGS, comm, lr=0.1, max_iter=3)
+        evaluate_several_times(script, optimizer)
+        return script.values()
+
+    for values in run_ranks("dp2", rank):
+        torch.testing.assert_close(values, alone.values(), rtol=RTOL, atol=RTOL)
+
+
+def test_gradients_that_were_kept_after_an_error_are_rejected() -> None:
+    def rank(comm: Comm) -> None:
+        plain = SometimesBroken()
+        net = DistributedDataParallel(plain, comm)
+        batch = {"x": torch.ones(2, 3, dtype=torch.float64)}
+        plain.is_broken = True
+        with pytest.raises(ArithmeticError):
+            net(batch)["y"].sum().backward()
+        plain.is_broken = False
+        net(batch)["y"].sum().backward()
+
+    with pytest.raises(PlanError, match=r"raised an error, .* of gain, .* Fix: zero_grad"):
+        run_ranks("dp2", rank)
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_wrapper_is_compiled_around_its_hooks() -> None:
+    """Rank threads: a compiler that followed the hooks would wait for a rank that waits for the compiler."""
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        script = Script(zero3, comm)
+        net = script.wrapped()
+        script.net = torch.compile(net, backend="eager")
+        script.train(torch.optim.SGD(net.parameters(), lr=0.5), steps=1)
+        script.net = net
+        return script.values()
+
+    alone = Script(None, None)
+    alone.train(torch.optim.SGD(alone.plain.parameters(), lr=0.5), steps=1)
+    for values in run_ranks("dp2", rank):
+        torch.testing.assert_close(values, alone.values(), rtol=RTOL, atol=RTOL)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

@@ -42,10 +42,10 @@ def own_part(x: Tensor, comm: Comm) -> Tensor:
     return x.chunk(comm.degree("dp"))[comm.index("dp")]
 
 
-def pipeline(blocks: Sequence[nn.Module], comm: Comm) -> PipelineParallel:
+def pipeline(blocks: Sequence[nn.Module], comm: Comm, **options: Any) -> PipelineParallel:
     example = own_part(X, comm)[:2]
-    microbatches = 8 // comm.degree("dp") // 2
-    return PipelineParallel(blocks, comm, loss=mse_loss, example=example, microbatches=microbatches)
+    options = {"microbatches": 8 // comm.degree("dp") // 2, **options}
+    return PipelineParallel(blocks, comm, loss=mse_loss, example=example, **options)
 
 
 def synchronised(comm: Comm) -> Any:
@@ -136,6 +136,9 @@ def test_parallel_layers_clip_by_the_norm_of_the_whole_model(mesh: str) -> None:
             assert float(weft.clip_grad_norm_(net.parameters(), 0.01, comm)) == pytest.approx(norm)
         index = comm.index("tp")
         up, up_bias, down, down_bias = gradients
+        weights = [param.grad for param in net.parameters() if param.ndim == 2]
+        for of_rows, whole in zip(weights, (up.chunk(2)[index], down), strict=True):
+            torch.testing.assert_close(of_rows.norm(dim=1), whole.norm(dim=1))
         expected = up.chunk(2)[index], up_bias.chunk(2)[index], down.chunk(2, 1)[index], down_bias
         for param, gradient in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-15)
@@ -203,11 +206,16 @@ def test_misuse_of_a_pipeline_is_one_line() -> None:
     rejected("dp1", without_gradients, "gradients are disabled")
     rejected("dp1", lambda comm: pipeline(several, comm), "is neither a tensor nor None")
     rejected("pp2", lambda comm: pipeline(layers()[:1], comm), "a stage would have none")
+    uneven = {"schedule": "interleaved", "microbatches": 3}
+    many = layers(sizes=(4,) * 5)
+    rejected("pp2", lambda comm: pipeline(many, comm, **uneven), "to be a multiple of the pipe")
     rejected("dp1", lambda comm: copy.deepcopy(pipeline(layers(), comm)), "cannot be copied")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_weights_that_hooks_compute_are_those_of_one_process_under_zero_3() -> None:
+def test_weights_that_hooks_compute_are_those_of_one_process() -> None:
+    """Under ZeRO 3, and in a pipeline, which copies blocks to see what they return."""
+
     def make() -> nn.Module:
         first, second = layers()
         return nn.Sequential(nn.utils.weight_norm(first), second)
@@ -217,6 +225,8 @@ def test_weights_that_hooks_compute_are_those_of_one_process_under_zero_3() -> N
     expected = nn.utils.get_total_norm([param.grad for param in whole.parameters()])
     for norm in run_ranks("dp2", lambda comm: fsdp(comm, make()).clip_grad_norm_(1.0)):
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    for loss in run_ranks("pp2", lambda comm: pipeline([*make()], comm).step(X, Y)):
+        torch.testing.assert_close(loss, mse_loss(whole(X), Y).detach(), rtol=1e-12, atol=0)
 
 
 def test_fresh_states_of_a_sharded_optimizer_are_loaded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.errors import PlanError
 from weft.parallel.autograd.split_backward import SplitBackward
+from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.data_parallel.replicas import DataParallel
 from weft.parallel.pipeline.module import PipelineParallel
@@ -266,6 +268,14 @@ def test_outputs_of_replicas_in_a_data_class_are_joined() -> None:
     net: Any = DataParallel(filled(DataClass.Block(4, 4)), ["cpu", "cpu"])
     alone: Any = filled(DataClass.Block(4, 4))
     torch.testing.assert_close(net(X).x, alone(X).x, rtol=1e-12, atol=0)
+
+
+def test_dicts_of_any_type_keep_what_else_they_have() -> None:
+    given = defaultdict(list, x=torch.ones(2), names=["a"])
+    doubled = map_leaves({"batch": given}, Tensor, lambda tensor: tensor * 2)["batch"]
+    assert doubled["missing"] == []
+    assert doubled["x"].tolist() == [2, 2]
+    assert given["x"].tolist() == [1, 1]
 
 
 def test_a_parameter_that_no_replica_uses_has_no_gradient() -> None:

@@ -201,16 +201,15 @@ def _state_of(
         axes: mesh axes along which ranks hold other tensors.
         like: a tensor whose layer shards it alike.
     """
-    local = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach()
-    lo, hi = 0, tensor.numel()
     shape, shard, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
-    if isinstance(tensor, ShardedTensor):
-        lo, hi = tensor.entries.own.start, tensor.entries.own.stop
-        shard_axes += axis_names(tensor.group.axis) if tensor.group is not None else ()
-    elif local.is_complex():
-        local = torch.view_as_real(local)
-        hi *= 2
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
         shape, shard = (*shape, 2), _with_pairs(shard)
+    local, lo, hi = tensor, 0, tensor.numel()
+    if isinstance(tensor, ShardedTensor):
+        local, lo, hi = tensor.local, tensor.entries.own.start, tensor.entries.own.stop
+        group = tensor.group or (like.group if isinstance(like, ShardedTensor) else None)
+        shard_axes += axis_names(group.axis) if group is not None else ()
     replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in (*axes, *shard_axes))
     return ParamState(
         param=ParamShard(name, name, shape, shard, shard_axes, reduce_axes=(), logical=()),

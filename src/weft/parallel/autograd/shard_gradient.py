@@ -105,14 +105,25 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
     given, *rest = args
     order = rest.pop(0) if rest else options.pop("ord", options.pop("p", 2.0))
     order = 2.0 if order in (None, "fro") else float(order)
+    dims = rest[0] if rest else options.get("dim")
     parts = list(given) if func is FOREACH_NORM else [given]
     norms: list[Tensor] = []
     for part in parts:
         holders = _holders_of(part, "torch takes the norm of this rank's part alone")
         with torch._C.DisableTorchFunctionSubclass():
             local = torch.linalg.vector_norm(part, order, *rest, **options)
-        norms.append(local if holders is None else _norm_over(holders, local, order))
+        if holders is not None and _is_reduced(holders.dim, dims, num_dims=part.dim()):
+            local = _norm_over(holders, local, order)
+        norms.append(local)
     return norms if func is FOREACH_NORM else norms[0]
+
+
+def _is_reduced(dim: int, dims: Any, *, num_dims: int) -> bool:
+    """Whether a norm over `dims`, a number or several, or over all (None), is taken over `dim`."""
+    if dims is None:
+        return True
+    several = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return any(each % num_dims == dim for each in several)
 
 
 def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:

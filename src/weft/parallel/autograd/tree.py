@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
@@ -49,10 +50,10 @@ def map_leaves(tree: Any, kind: type[T], act: Callable[[T], Any]) -> Any:
             return container(*items)
         return container(items)
     if isinstance(tree, dict):
-        mapped: list[tuple[Any, Any]] = []
+        mapped = copy.copy(tree)  # a subclass may take other arguments than items
         for key, item in tree.items():
-            mapped.append((key, map_leaves(item, kind, act)))
-        return container(mapped)
+            mapped[key] = map_leaves(item, kind, act)
+        return mapped
     if is_data_object(tree):
         changes: dict[str, Any] = {}
         for field in fields(tree):

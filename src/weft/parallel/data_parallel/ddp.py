@@ -16,7 +16,7 @@ from weft.core.mesh import Axis, axis_names
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.buffers import broadcast_buffers, stored_buffers
+from weft.parallel.model.buffers import stored_buffers
 from weft.parallel.zero.buckets import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.synchronized import SynchronizedModule
@@ -50,7 +50,8 @@ class DistributedDataParallel(SynchronizedModule):
     parameter that no rank has used since the last step keeps the `.grad` it had, as under torch's with
     `find_unused_parameters`: None at first and after `zero_grad()`, so that optimizers leave it as it
     is; zeros after `zero_grad(set_to_none=False)` of a gradient, so that weight decay shrinks it.
-    `copy.deepcopy` copies the module, in a wrapper of its own over the same ranks.
+    `copy.deepcopy` copies the module, in a wrapper of its own over the same ranks. A script may go on after
+    a backward that raised an error on every rank, once it has called `zero_grad()`.
 
     Args:
         module: any module; its forward is called as it is.
@@ -66,7 +67,7 @@ class DistributedDataParallel(SynchronizedModule):
 
     Raises:
         PlanError: a parameter belongs to a wrapped module already; an optimizer has stepped on gradients
-            of this rank alone.
+            of this rank alone; a backward follows one that raised an error, whose gradients are kept.
 
     Source: Li et al. 2020, PyTorch Distributed.
     """
@@ -95,6 +96,7 @@ class DistributedDataParallel(SynchronizedModule):
         self._divides_by_present = False
         self._reducer: GradientReducer | None = None
         self._bucketed: tuple[Any, ...] = ()
+        self._overlaps = False
         mark_wrapped(module.parameters(), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -157,6 +159,7 @@ class DistributedDataParallel(SynchronizedModule):
             bucket_bytes=self._options.bucket_bytes,
         )
         self._reducer.arrived |= arrived
+        self._overlaps = False
         self._reducer.call_after_backward(weakref.WeakMethod(self._after_reductions))
         self._bucketed = found
         for name, param in trained.items():
@@ -169,12 +172,21 @@ class DistributedDataParallel(SynchronizedModule):
             if wrapper_of(param) is not self:
                 self.comm.broadcast_(param, self.axis, root=0)
 
+    def _require_sync(self) -> None:
+        """Reduce buckets during the backward; after it in the first one, and where a backward yields several
+        gradients for a parameter: one that reentrant checkpoints recompute at several places.
+        """
+        self._must_sync = True
+        if self._overlaps:
+            super()._require_sync()
+
     def _synchronize(self) -> None:
         reducer = self._reducer
         assert reducer is not None, "called after a forward with gradients"
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
         reducer.finish()
+        self._overlaps = not reducer.has_repeated
         attendance = self._attendance
         divisor = float(self.comm.degree(self.axis))
         if attendance is not None and self._divides_by_present:
@@ -183,11 +195,11 @@ class DistributedDataParallel(SynchronizedModule):
         for group in reducer.groups:
             for name, param in group.params.items():
                 if name in used:
-                    param.grad = group.grad_view(name)
+                    group.set_grad(name)
                 mark_gradient(param)
         if self._options.broadcasts_buffers:
             root = 0 if attendance is None or not attendance.present else attendance.present[0]
-            broadcast_buffers(self.module, self.comm, self.axis, root=root)
+            self._broadcast_buffers(self.module, self.comm, self.axis, root=root)
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:

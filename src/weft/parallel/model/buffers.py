@@ -12,25 +12,50 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 
 
-@torch.no_grad()
-def broadcast_buffers(module: nn.Module, comm: Comm, axis: Axis, *, root: int = 0) -> None:
-    """Give every rank of `axis` the values that the rank `root` (the first one) has of the buffers that a state dict has; a
-    collective, one message for each dtype.
+class BufferBroadcast:
+    """Gives every rank the buffers of one of them, again and again.
 
-    Forwards change buffers by the samples that a rank has seen, so those of replicas differ until
-    then. What state dicts leave out is computed from other values, and stays as it is.
+    A buffer that holds those values already is not written: a graph that has saved it, such as a table of
+    rotations, can still run backward.
     """
-    if comm.degree(axis) == 1:
-        return
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for buffer in stored_buffers(module):
-        alike[buffer.dtype, buffer.device].append(buffer)
-    for buffers in alike.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        comm.broadcast_(flat, axis, root=root)
-        parts = flat.split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view(buffer.shape))
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._versions: dict[int, int] = {}
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Note the buffers that the first forward of a step begins with."""
+        if not self._versions:
+            self._buffers = self._buffers or list(stored_buffers(module))
+            self._versions = {id(buffer): buffer._version for buffer in self._buffers}
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, comm: Comm, axis: Axis, *, root: int = 0) -> None:
+        """Give every rank of `axis` the values that the rank `root` (the first one) has of the buffers that a
+        state dict has; a collective, one message for each dtype.
+
+        Forwards change buffers by the samples that a rank has seen, so those of replicas differ until
+        then. What state dicts leave out is computed from other values, and stays as it is.
+        """
+        if comm.degree(axis) == 1:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        self._buffers = list(stored_buffers(module))
+        for buffer in self._buffers:
+            alike[buffer.dtype, buffer.device].append(buffer)
+        for buffers in alike.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            comm.broadcast_(flat, axis, root=root)
+            if comm.index(axis) == root:
+                continue
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                values = part.view(buffer.shape)
+                # What a forward has written is copied without a comparison, for which a GPU would be waited for.
+                was_written = self._versions.get(id(buffer)) != buffer._version
+                if was_written or not torch.equal(buffer, values):
+                    buffer.copy_(values)
+        self._versions.clear()
 
 
 def stored_buffers(module: nn.Module) -> Iterator[Tensor]:

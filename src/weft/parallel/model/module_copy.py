@@ -20,6 +20,11 @@ def copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Args:
         memo: as of `copy.deepcopy`.
     """
+    for each in module.modules():
+        for value in vars(each).values():
+            # computed again in each forward, as the weight of `nn.utils.weight_norm`: torch copies no graph
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
     copied = copy.deepcopy(module, memo)
     for old, new in zip(module.modules(), copied.modules(), strict=True):
         for name, value in vars(old).items():

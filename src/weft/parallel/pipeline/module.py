@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.shard_gradient import clip_to, part_of, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import tensors_in
-from weft.parallel.model.buffers import broadcast_buffers
+from weft.parallel.model.buffers import BufferBroadcast
+from weft.parallel.model.module_copy import copied_module
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.packing import Packing, call_block, packing_of
 from weft.parallel.pipeline.player import Player
@@ -69,7 +69,8 @@ class PipelineParallel(nn.Module):
     Raises:
         PlanError: the output of a stage is not floating point, or stages differ in the dtype of
             their outputs, or a stage begins with a change of its input in place, or the mesh has an
-            axis along which replicas train apart.
+            axis along which replicas train apart, or the schedule does not take this number of
+            micro-batches or chunks.
     """
 
     def __init__(
@@ -92,6 +93,11 @@ class PipelineParallel(nn.Module):
             _check_no_shards(block)
         num_stages = comm.degree(PP) * chunks
         _check_enough_blocks(blocks, num_stages)
+        faults = find(schedule).faults(
+            ranks=comm.degree(PP), chunks=chunks, microbatches=microbatches
+        )
+        if faults:
+            raise PlanError(*faults)
         outputs = _block_outputs(blocks, example)
         _check_first_blocks(outputs, num_stages)
         stages = _stages(outputs, num_stages=num_stages)
@@ -129,6 +135,7 @@ class PipelineParallel(nn.Module):
         self._reducer = self._make_reducer()
         mark_wrapped(self.model.params.values(), self)
         self._start_alike()
+        self._broadcast_buffers = BufferBroadcast()
         self._player = Player(self.model, before_last_backward=self._reduce_in_backward)
 
     def _make_reducer(self) -> GradientReducer:
@@ -178,10 +185,11 @@ class PipelineParallel(nn.Module):
         seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)
         batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
+        self._broadcast_buffers.before_forward(self.stages)
         state = self._player.play(batches, seed)
         loss = state.loss * seed
         self._finish_gradients(axes)
-        broadcast_buffers(self.stages, self.comm, axes)
+        self._broadcast_buffers(self.stages, self.comm, axes)
         return self._divide_once(loss, axes, num_parts=num_parts)
 
     def _divide_once(self, loss: Tensor, axes: tuple[str, ...], *, num_parts: int) -> Tensor:
@@ -355,8 +363,8 @@ class PipelineParallel(nn.Module):
             for name, param in group.params.items():
                 param.grad = None
                 if name in used:
-                    view = group.grad_view(name)
-                    param.grad = part_of(view, None) if is_sharded else view
+                    gradient = group.set_grad(name)
+                    param.grad = part_of(gradient, None) if is_sharded else gradient
 
 
 WRAPPER_NAME = "PipelineParallel"
@@ -479,7 +487,7 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
     x: Any = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
     for index, block in enumerate(blocks):
-        meta_block = copy.deepcopy(block).to("meta")
+        meta_block = copied_module(block, {}).to("meta")
         inputs = list(tensors_in(x))
         versions = [tensor._version for tensor in inputs]
         x = call_block(meta_block, x)

@@ -18,7 +18,6 @@ from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.shard_gradient import clip_to, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
@@ -192,12 +191,14 @@ class FullyShardedDataParallel(SynchronizedModule):
             return getattr(module, name)
 
     def _names_by_state_key(self) -> dict[str, str]:
-        """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
+        """Key of the module's state dict -> name of the parameter or buffer; those that modules share have
         several keys.
         """
         state = self.module.state_dict(keep_vars=True)
+        name_of = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        name_of.update(self._name_of)
         return {
-            key: self._name_of.get(id(value), key)
+            key: name_of.get(id(value), key)
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
@@ -347,6 +348,17 @@ class FullyShardedDataParallel(SynchronizedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
+        args, kwargs = self._before_module(args, kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        finally:
+            self._is_in_forward = False
+        self._after_module(outputs)
+        return outputs
+
+    @not_compiled
+    def _before_module(self, args: Any, kwargs: Any) -> Any:
+        """Have the values that scripts have set; returns the arguments as the module takes them."""
         self._follow_shards()
         if self._is_stale:
             self._reducer.after_optimizer_step()
@@ -355,26 +367,25 @@ class FullyShardedDataParallel(SynchronizedModule):
             # After a forward without gradients, the optimizer may still step.
             self._is_stale = False
             self._before_forward()
-        args, kwargs = self._cast((args, kwargs))
         self._is_in_forward = True
-        try:
-            outputs = self.module(*args, **kwargs)
-        finally:
-            self._is_in_forward = False
+        return self._cast((args, kwargs))
+
+    @not_compiled
+    def _after_module(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
             self._after_forward(outputs)
-        return outputs
 
     def _note_shards(self) -> None:
         """Note the memory and the versions of the shards that blocks have the values of."""
         self._noted = self._states()
 
     def _states(self) -> dict[str, WrappedParamState]:
-        return {
-            name: _state_of(param, self._shard_of[name])
-            for group in self._groups
-            for name, param in group.params.items()
-        }
+        with torch._C.DisableTorchFunctionSubclass():  # reads of memory and counters, many of them
+            return {
+                name: _state_of(param, self._shard_of[name])
+                for group in self._groups
+                for name, param in group.params.items()
+            }
 
     def _follow_shards(self) -> None:
         """Have blocks compute with what scripts have made of the shards: frozen and unfrozen ones, moved and
@@ -513,7 +524,7 @@ class FullyShardedDataParallel(SynchronizedModule):
                 if name in used:
                     add_gradient(self._shard_of[name], gradient)
                     synchronised.append(self._shard_of[name])
-        broadcast_buffers(self.module, self.comm, self.axis)
+        self._broadcast_buffers(self.module, self.comm, self.axis)
         self._is_stale = True
         for shard in synchronised:
             call_gradient_hooks(shard)
@@ -576,14 +587,14 @@ class WrappedParamState(NamedTuple):
     """What scripts may change of a parameter.
 
     Attributes:
-        memory: address and dtype of the shard.
+        memory: storage, address and dtype of the shard.
         requires_grad: of the shard; and of the unsharded parameter, which scripts reach as
             `module.weight`.
         version: of the shard's values.
         unsharded_version: of the unsharded values.
     """
 
-    memory: tuple[int, torch.dtype]
+    memory: tuple[int, int, torch.dtype]
     requires_grad: bool
     unsharded_requires_grad: bool
     version: int
@@ -592,7 +603,8 @@ class WrappedParamState(NamedTuple):
 
 def _state_of(param: nn.Parameter, shard: nn.Parameter) -> WrappedParamState:
     return WrappedParamState(
-        (shard.data_ptr(), shard.dtype),
+        # the storage, too: a shard without entries has no address, and all ranks have to see a replacement
+        (shard.untyped_storage()._cdata, shard.data_ptr(), shard.dtype),
         shard.requires_grad,
         param.requires_grad,
         shard._version,

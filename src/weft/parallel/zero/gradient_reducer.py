@@ -76,6 +76,7 @@ class GradientReducer:
         trained_groups: those of `groups` with gradients.
         is_reduced_once: whether a group keeps its unsharded gradient, to be reduced once a step.
         arrived: parameters that have had a gradient since the last `finish`.
+        has_repeated: whether a backward has yielded several gradients for a parameter.
         norm_weights: for the names of some gradients, 1 for each that counts in the norm, else 0;
             kept on the device from step to step.
     """
@@ -104,6 +105,8 @@ class GradientReducer:
         self.shard_axes: dict[str, tuple[str, ...]] = {}
         self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.arrived: set[str] = set()
+        self.has_repeated = False
+        self._arrived_in_backward: set[str] = set()
         self.norm_weights: dict[tuple[str, ...], Tensor] = {}
         self._before_change: list[Callable[[], None]] = []
         self._after_backward: Callable[[], Callable[[], None] | None] | None = None
@@ -170,7 +173,12 @@ class GradientReducer:
                     raise RuntimeError(
                         f"{name} has a gradient, and its wrapper was deleted: keep it"
                     )
-                reducer._on_gradient(reducer.trained_groups[place], name, param)
+                group = reducer.trained_groups[place]
+                if not torch.is_grad_enabled():
+                    reducer._on_gradient(group, name, param)
+                    return
+                with torch.no_grad():  # the backward creates a graph, of which `.grad` is no part
+                    reducer._on_gradient(group, name, param)
 
             return on_gradient
 
@@ -207,6 +215,10 @@ class GradientReducer:
         """Have the function that the weak reference `act` refers to called after each backward."""
         self._after_backward = act
 
+    def begin_backward(self) -> None:
+        """A backward of a wrapped module begins, in which others may run."""
+        self._arrived_in_backward.clear()
+
     def begin_leaf(self, leaf: Leaf) -> None:
         """Say whose backward runs next, where gradients are added in a fixed order."""
         for group in self.trained_groups:
@@ -224,7 +236,10 @@ class GradientReducer:
             after_this_backward(self._on_backward_end)
         key = id(group)
         self._touched[key] = group
-        self.arrived.add(name)
+        if param.grad is not None:  # else autograd has found that it is zero
+            self.arrived.add(name)
+        self.has_repeated |= name in self._arrived_in_backward
+        self._arrived_in_backward.add(name)
         is_complete = group.accumulate_grad(name, param)
         if not is_complete:
             return
@@ -234,8 +249,7 @@ class GradientReducer:
         if self._reduces_now(group.stage) and not group.reduces_each_leaf:
             self._complete.add(key)
             self._reduce_in_order(group.stage)
-        # The gradients of its parameters were the last use of their unsharded values.
-        group.reshard()
+        group.reshard_after_backwards()
 
     def _reduce_in_order(self, stage: int) -> None:
         """Start the reductions of complete groups, up to the first that is not. See Note [Reduction
@@ -353,14 +367,29 @@ class GradientReducer:
         self._under_way.start_replica_sums()
         for group in self.trained_groups:
             group.finish_step()
-        self._under_way.clear()
         # A block whose backward has not run on this rank is still unsharded.
         for group in self.groups:
             group.reshard()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._under_way.clear()
         self.arrived.clear()
         self._complete.clear()
         self._stages_to_sync.clear()
         self._requeue(self._stages)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Outside of a backward: whether the last one has raised an error."""
+        return bool(self._touched)
+
+    def drop_interrupted(self) -> None:
+        """Drop what a backward has yielded that has raised an error: the next one begins a step."""
+        for group in self.trained_groups:
+            group.drop_interrupted()
+        self._touched.clear()
+        self._begin_step()
 
     def used_on_any_rank(self, axis: Axis) -> frozenset[str]:
         """Parameters that have had a gradient since the last `finish`, on at least one rank of

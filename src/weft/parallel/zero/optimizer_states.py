@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
-from weft.parallel.zero.sharded_tensor import ShardedTensor
+from weft.parallel.zero.sharded_tensor import ShardedTensor, adopt_group, shards_in
 
 States = dict[str, Any]
 """`{"state": {parameter: {key: value}}, "param_groups": [{"params": [parameter], setting: value}]}`."""
@@ -39,6 +39,7 @@ def optimizer_states(
         groups.append({"params": names, **settings})
         for name, param in zip(names, group["params"], strict=True):
             state = _state_of(optimizer, param)
+            adopt_group(shards_in((param, state)))
             if state:
                 states[name] = {key: _value(each, is_whole=is_whole) for key, each in state.items()}
     return {"state": states, "param_groups": groups}

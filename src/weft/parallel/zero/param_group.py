@@ -24,6 +24,7 @@ from weft.comm.comm import Comm
 from weft.comm.transport import Communicator, Work
 from weft.core.zero_stages import ZERO_THAT_GATHERS
 from weft.errors import CommError, Fault, PlanError
+from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, StageSums, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.sharding_policy import ShardingPolicy
@@ -99,6 +100,9 @@ class ParamGroup:
         self._reducing_leaf = FIRST_LEAF
         self._trees: dict[str, TreeSum] = defaultdict(TreeSum)
         self._gathering: Work | None = None
+        self._gathered_version: int | None = None  # of the shard, when it was gathered last
+        self._num_backwards = 0  # of blocks, whose inputs have no gradients yet
+        self._is_complete = False  # since the last of these has begun
         self.unsharded_params: FlatParams | None = None
         self.sharded_param: Tensor | None = None
         if not self._keeps_param_memory:
@@ -188,8 +192,8 @@ class ParamGroup:
         if policy.keeps_unsharded_grad:
             self._allocate_unsharded_grad()
         if policy.accumulates_in_place:
-            for name, view in self._grad_views.items():
-                self.params[name].grad = view
+            for name in self._grad_views:
+                self.set_grad(name)
         if self.unsharded_grad is not None and policy.shares_grad_memory:
             self.sharded_grad = self._own_entries(self.unsharded_grad)
         else:
@@ -259,6 +263,9 @@ class ParamGroup:
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
         grad = param.grad
+        if grad is None and not _has_hooks_of_scripts(param):
+            self.missing.discard(name)
+            return not self.missing
         if grad is None:
             fault = Fault(
                 name,
@@ -282,11 +289,23 @@ class ParamGroup:
         if not policy.accumulates_in_place:
             view.add_(grad)
             param.grad = None
-        elif grad is not view:
-            # it was set to None between steps, and autograd allocated a new one
+        elif not _is_same_memory(grad, view):
+            # it was set to None between steps, and autograd allocated a new one; or cast with the parameter
             view.copy_(grad)
-            param.grad = view
+            self.set_grad(name)
         return not self.missing
+
+    def drop_interrupted(self) -> None:
+        """Forget what a backward has yielded that has raised an error, once the reduction under way has ended."""
+        self.wait_reduce()
+        if not self.policy.accumulates_in_place:  # else scripts see and zero the memory itself
+            self.unsharded_grad = None
+            self._grad_views = {}
+            self.sharded_grad = None
+            if self.is_trained and self.policy.keeps_sharded_grad:
+                self._allocate_grads()
+        self.expect_gradients()
+        self.is_reduced = False
 
     def discard_grad(self, name: str) -> None:
         """Set the unsharded gradient of a parameter to 0, where there is one."""
@@ -352,7 +371,7 @@ class ParamGroup:
             if grad is None:
                 view.zero_()
                 if self._is_zeroed:
-                    param.grad = view
+                    self.set_grad(name)
             elif grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
 
@@ -448,8 +467,8 @@ class ParamGroup:
             if total is not None and self.sharded_grad is not None:
                 self.sharded_grad.copy_(total)
         if self.sharded_param is None:
-            for name, param in self.params.items():
-                param.grad = self._grad_views[name]
+            for name in self.params:
+                self.set_grad(name)
 
     def take_reduced_grads(self) -> dict[str, Tensor]:
         """The reduced gradient by parameter name, one-dimensional; it is the caller's from here on."""
@@ -465,9 +484,18 @@ class ParamGroup:
         assert self.sharded_grad is not None, "reduced gradients stay allocated"
         return self._gather(self.sharded_grad)
 
-    def grad_view(self, name: str) -> Tensor:
-        """The memory of a parameter's unsharded gradient, where autograd accumulates in place."""
-        return self._grad_views[name]
+    def set_grad(self, name: str) -> Tensor:
+        """Have `.grad` be the memory of a parameter's unsharded gradient, where autograd accumulates in place: as a
+        tensor of its own, which scripts may detach, and cast with the module.
+        """
+        param, view = self.params[name], self._grad_views[name]
+        gradient = None if param.grad is None or param.grad.is_sparse else param.grad
+        if gradient is None or not _is_same_memory(gradient, view):
+            memory = view.untyped_storage()
+            gradient = view.new_empty(0)
+            gradient.set_(memory, view.storage_offset(), view.shape, view.stride())
+            param.grad = gradient
+        return gradient
 
     # values
 
@@ -534,6 +562,8 @@ class ParamGroup:
             return
         self.unsharded_params.allocate()
         unsharded = self.unsharded_params.alias()
+        if self.sharded_param is not None:
+            self._gathered_version = self.sharded_param._version
         if self.sharded_param is not None and not self._shares_param_memory:
             own_entries = self._own_entries(unsharded)
             own_entries.copy_(self.sharded_param)
@@ -543,6 +573,11 @@ class ParamGroup:
         with self._names_in_errors():
             self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
 
+    def drop_outdated(self) -> None:
+        """Reshard where the shard was written since it was gathered: for a block that has not run then."""
+        if self.sharded_param is not None and self._gathered_version != self.sharded_param._version:
+            self.reshard()
+
     def unshard(self) -> None:
         """Have the unsharded parameters allocated and filled."""
         self.start_unshard()
@@ -551,8 +586,28 @@ class ParamGroup:
     def reshard(self) -> None:
         """Free the unsharded parameters under ZeRO 3, once an all-gather under way has ended."""
         self._wait_all_gather()
+        self._num_backwards = 0
         if self.reshards and self.unsharded_params is not None:
             self.unsharded_params.free()
+
+    def begin_backward(self) -> None:
+        """The backward of a block begins, which reads the unsharded parameters."""
+        self._is_complete = False
+        self._num_backwards += 1
+
+    def end_backward(self) -> None:
+        """The inputs of the block have their gradients: reshard, unless gradients of parameters are missing."""
+        self._num_backwards = max(0, self._num_backwards - 1)
+        if self._is_complete or not self.is_trained:
+            self.reshard_after_backwards()
+
+    def reshard_after_backwards(self) -> None:
+        """Reshard once no backward of a block reads the parameters: their gradients have arrived, and those of
+        inputs may still be computed from frozen or detached ones.
+        """
+        self._is_complete = True
+        if self._num_backwards == 0:
+            self.reshard()
 
     def _wait_all_gather(self) -> None:
         if self._gathering is not None:
@@ -573,3 +628,15 @@ class ParamGroup:
                 f"while this rank all-gathered {names}: every rank must run the same blocks in the same order"
             )
             raise
+
+
+def _has_hooks_of_scripts(param: Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called by others than the reducer and sharded layers."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return sum(hook is not mark_gradient for hook in hooks.values()) > 1
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same entry of one storage; tensors on the meta device have no addresses."""
+    is_same_storage: bool = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_same_storage and one.storage_offset() == other.storage_offset()

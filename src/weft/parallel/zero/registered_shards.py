@@ -65,6 +65,22 @@ def register_shards(module: nn.Module, shard_of: Mapping[int, nn.Parameter]) -> 
             if param is not None:
                 each._parameters[name] = shard_of[id(param)]
                 object.__setattr__(each, name, param)
+        if isinstance(each, nn.RNNBase):
+            _set_weights(each)
+
+
+def _set_weights(layer: nn.RNNBase) -> None:
+    """Have a recurrent layer compute with the parameters that it has now, where they are: cuDNN would move them
+    into memory of its own.
+    """
+    names = layer._flat_weights_names
+    layer._flat_weights = [getattr(layer, name, None) for name in names]
+    layer._flat_weight_refs = [None] * len(names)
+    setattr(layer, "flatten_parameters", _keep_memory)  # noqa: B010 - a method for type checkers
+
+
+def _keep_memory() -> None:
+    """In the place of `flatten_parameters` of recurrent layers."""
 
 
 def make_shards(
@@ -125,9 +141,12 @@ def _swap(name: str, one: nn.Parameter, other: nn.Parameter) -> None:
 
 def _drop_graphs(module: nn.Module) -> None:
     """Detach tensors that modules have computed of their parameters and compute again in each forward, such
-    as the weight of `nn.utils.weight_norm`: their graphs hold the parameters.
+    as the weight of `nn.utils.weight_norm`: their graphs hold the parameters. Drop the weak references that
+    recurrent layers hold.
     """
     for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each._flat_weight_refs = []
         for key, value in list(vars(each).items()):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 each.__dict__[key] = value.detach()

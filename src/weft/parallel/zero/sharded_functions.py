@@ -177,6 +177,33 @@ def _like(func: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _view_as_real(args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Real and imaginary parts, in the same memory: optimizers update complex parameters so."""
+    (shard,) = args
+    entries = shard.entries
+    pairs = ShardEntries(
+        (*entries.shape, 2), tuple(2 * start for start in entries.starts), entries.index
+    )
+    return ShardedTensor.of(torch.view_as_real(shard.local).view(-1), pairs, shard.group)
+
+
+def _view_as_complex(args: Sequence[Any], options: dict[str, Any]) -> Any:
+    (shard,) = args
+    pairs = shard.entries
+    if any(start % 2 for start in pairs.starts):
+        return NotImplemented
+    entries = ShardEntries(
+        pairs.shape[:-1], tuple(start // 2 for start in pairs.starts), pairs.index
+    )
+    return ShardedTensor.of(torch.view_as_complex(shard.local.view(-1, 2)), entries, shard.group)
+
+
+def _detach_in_place(args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`gradient.detach_()` of scripts; of a view into flat memory torch rejects it, graph or not."""
+    (shard,) = args
+    return shard.requires_grad_(False) if shard.is_leaf else NotImplemented
+
+
 def _get_data(args: Sequence[Any], options: dict[str, Any]) -> Any:
     (shard,) = args
     return shard.detach()  # shares the version counter, so that writes are seen
@@ -187,6 +214,18 @@ def _set_data(args: Sequence[Any], options: dict[str, Any]) -> Any:
     if not isinstance(values, ShardedTensor):
         values = own_entries(values, shard.entries).clone()
     run_plainly(TENSOR.data.__set__, (shard, local_of(values)), {})
+
+
+def _get_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The gradient; autograd has left a plain tensor of this rank's entries where a penalty on the shard was
+    differentiated.
+    """
+    (shard,) = args
+    gradient = run_plainly(TENSOR.grad.__get__, args, options)
+    if gradient is not None and not isinstance(gradient, ShardedTensor):
+        gradient = shard.with_local(gradient)
+        run_plainly(TENSOR.grad.__set__, (shard, gradient), {})
+    return gradient
 
 
 def _set_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -216,7 +255,11 @@ SPECIAL.update(
         Tensor.copy_: _copy,
         TENSOR.data.__get__: _get_data,
         TENSOR.data.__set__: _set_data,
+        TENSOR.grad.__get__: _get_grad,
         TENSOR.grad.__set__: _set_grad,
+        Tensor.detach_: _detach_in_place,
+        torch.view_as_real: _view_as_real,
+        torch.view_as_complex: _view_as_complex,
         torch.zeros_like: _like(torch.zeros_like),
         torch.ones_like: _like(torch.ones_like),
         torch.empty_like: _like(torch.empty_like),

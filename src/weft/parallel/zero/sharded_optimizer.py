@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.registered_shards import entries_of
 from weft.parallel.zero.shard_entries import ShardGroup
 from weft.parallel.zero.sharded_functions import sharded_param
-from weft.parallel.zero.sharded_tensor import ShardedTensor, sharded
+from weft.parallel.zero.sharded_tensor import ShardedTensor, adopt_group, sharded, shards_in
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -130,29 +131,45 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; a collective over all ranks. Returns what `closure`, called first,
-        returns.
+        """Update the parameters; a collective over all ranks. `closure` computes gradients, once or as often as
+        the optimizer calls it (LBFGS); returns what the optimizer returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self._copy_settings_to_inner()
         for flat_group in self._flat_groups:
             flat_group.follow_memory()
-            flat_group.set_shard_grads()
         self._coded.decode(self.inner.state)
-        self.inner.step()
+        if closure is None:
+            self._set_shard_grads()
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(partial(self._evaluate, closure))
         self._encode_states()
-        updated = [each for each in self._flat_groups if each.has_gradient]
+        self._gather_updated()
+        for flat_group in self._flat_groups:
+            flat_group.clear_shard_grads()
+        return loss
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Have the gradients of the parameters as they are now."""
+        self._gather_updated()
+        with torch.enable_grad():
+            loss = closure()
+        self._set_shard_grads()
+        return loss
+
+    def _set_shard_grads(self) -> None:
+        for flat_group in self._flat_groups:
+            flat_group.set_shard_grads()
+
+    def _gather_updated(self) -> None:
+        """All-gather what this step has updated."""
+        updated = [each for each in self._flat_groups if each.has_updates]
         works = [
             self.comm.start_all_gather_(flat_group.params_memory.alias(), self.axis)
             for flat_group in updated
         ]
-        for flat_group, work in zip(updated, works, strict=True):
+        for work in works:
             work.wait()
-            flat_group.clear_shard_grads()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's shard: it can be loaded on the same number of ranks alone."""
@@ -165,6 +182,8 @@ class ShardedOptimizer(Optimizer):
         """Load what `state_dict` returned on this rank."""
         self._coded.clear()
         self.inner.load_state_dict(state_dict)
+        for shard, state in self.inner.state.items():
+            adopt_group(shards_in((shard, state)))
         self._encode_states()
         self._copy_settings_from_inner()
 
@@ -283,9 +302,9 @@ class _FlatGroup:
             shard.data = sharded(shard).with_local(view)
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether a parameter has a gradient."""
-        return any(param.grad is not None for param in self.params)
+    def has_updates(self) -> bool:
+        """Whether the optimizer has had gradients of these parameters in this step."""
+        return any(shard.grad is not None for shard in self.shards)
 
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""

@@ -188,16 +188,14 @@ class Gathering:
                 self.whole.copy_(self.source.full_tensor())
             self._seen = (self.source._version, self.whole._version)
 
-    def write_back(self) -> None:
-        """Keep this rank's entries where a view has been written."""
-        if self.whole._version != self._seen[1]:
-            self.write_all()
-
-    def write_all(self) -> None:
-        """Keep this rank's entries."""
+    def write_back(self) -> bool:
+        """Keep this rank's entries where the copy, or a view of it, has been written; whether it has."""
+        if self.whole._version == self._seen[1]:
+            return False
         with torch.no_grad():
             self.source.local.copy_(self.whole.reshape(-1)[self.source.entries.own])
         self._seen = (self.source._version, self.whole._version)
+        return True
 
 
 class GatheredView(Tensor):
@@ -235,6 +233,15 @@ def shards_in(tree: Any) -> list[ShardedTensor]:
     return [tensor for tensor in tensors_in(tree) if isinstance(tensor, ShardedTensor)]
 
 
+def adopt_group(shards: Sequence[ShardedTensor]) -> None:
+    """Give tensors that were loaded from a file the group of those that they are computed with."""
+    strangers = [shard for shard in shards if shard.group is None]
+    if strangers and len(strangers) < len(shards):
+        group = group_of(shards)
+        for shard in strangers:
+            shard.group = group
+
+
 def group_of(shards: Iterable[ShardedTensor]) -> ShardGroup:
     for shard in shards:
         if shard.group is not None:
@@ -252,7 +259,8 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], options: dict[st
     if func.__name__.startswith(("_foreach_", "_fused_")):
         return _elementwise_lists(func, args, options)
     shards = shards_in((args, options))
-    entries = shards[0].entries
+    adopt_group(shards)
+    entries, group = shards[0].entries, shards[0].group
     if any(shard.entries != entries for shard in shards):
         return NotImplemented
     is_in_place = changes_first_argument(func)
@@ -273,7 +281,6 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], options: dict[st
     result = run_plainly(func, own, own_options)
     if is_in_place:
         return args[0]
-    group = next((shard.group for shard in shards if shard.group is not None), None)
     return map_leaves(result, Tensor, lambda local: ShardedTensor.of(local, entries, group))
 
 
@@ -316,6 +323,8 @@ def _elementwise_lists(
                 if func.__name__.startswith("_fused_"):
                     _reject_mixed_states()
                 return NotImplemented
+            if isinstance(tensor, ShardedTensor) and tensor.group is not shard.group:
+                adopt_group((tensor, shard))
     result = run_plainly(func, args, options)
     if not isinstance(result, (list, tuple)):
         return result
@@ -345,25 +354,21 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], options: dict[str, 
     """The function on gathered tensors. Into which of them it has written is seen by their versions: their
     own entries are kept.
     """
-    gathered: dict[int, tuple[ShardedTensor, Tensor]] = {}
+    adopt_group(shards_in((args, options)))
+    gathered: dict[int, Gathering] = {}
 
     def whole(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, ShardedTensor):
             return tensor
         if id(tensor) not in gathered:
-            gathered[id(tensor)] = (tensor, tensor.full_tensor())
-        _, copied = gathered[id(tensor)]
-        return copied
+            gathered[id(tensor)] = Gathering(tensor, tensor.full_tensor())
+        return gathered[id(tensor)].whole
 
     whole_args = map_leaves(tuple(args), Tensor, whole)
     whole_options = map_leaves(options, Tensor, whole)
     result = run_plainly(func, whole_args, whole_options)
-    gatherings = [Gathering(shard, copied) for shard, copied in gathered.values()]
-    shard_of: dict[int, ShardedTensor] = {}
-    for gathering in gatherings:
-        if gathering.whole._version:  # the function has written into it
-            gathering.write_all()
-            shard_of[id(gathering.whole)] = gathering.source
+    gatherings = list(gathered.values())
+    shard_of = {id(each.whole): each.source for each in gatherings if each.write_back()}
     result = map_leaves(result, Tensor, lambda tensor: shard_of.get(id(tensor), tensor))
     return _mark_views(result, gatherings)
 

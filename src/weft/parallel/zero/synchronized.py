@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.backward_end import after_this_backward
+from weft.parallel.autograd.backward_end import NO_BACKWARD, after_this_backward, backward_id
 from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.model.buffers import BufferBroadcast
 from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
@@ -56,6 +57,8 @@ class SynchronizedModule(nn.Module):
         self._must_sync = False
         self._in_backward = False
         self._unsynchronized: dict[str, int] = {}
+        self._interrupted: frozenset[str] = frozenset()
+        self._broadcast_buffers = BufferBroadcast()
 
     @property
     @abstractmethod
@@ -154,10 +157,43 @@ class SynchronizedModule(nn.Module):
 
     def _before_forward(self) -> None:
         """Called before each forward with gradients."""
-        if _is_outside_of_backward():
-            self._in_backward = False  # also where the last backward raised an error
+        if backward_id() == NO_BACKWARD:
             self._follow_discards()
+            self._drop_interrupted()
+            self._broadcast_buffers.before_forward(self.module)
         self._check_not_updated()
+
+    def _drop_interrupted(self) -> None:
+        """Begin anew where the last backward has raised an error, as out of memory."""
+        self._in_backward = False
+        reducer = self._gradient_reducer
+        if reducer is not None and reducer.is_interrupted:
+            self._interrupted = frozenset(reducer.arrived)
+            self._must_sync = self._expects_backward = False
+            self._unsynchronized = {}
+            reducer.drop_interrupted()
+
+    def _check_interrupted(self) -> None:
+        """Reject gradients of which a part is that of a backward that raised an error.
+
+        Raises:
+            PlanError: the script has not discarded them.
+        """
+        from weft.parallel.zero.sharded_tensor import (
+            local_of,
+        )  # late: few scripts go on after an error
+
+        params = self._updated_params()
+        for name in sorted(self._interrupted):
+            gradient = params[name].grad if name in params else None
+            if gradient is not None and bool(local_of(gradient).any()):
+                fault = Fault(
+                    type(self).__name__,
+                    f"the last backward raised an error, and the gradient of {name}, perhaps a part of it, was kept",
+                    fix="zero_grad() before the next backward",
+                )
+                raise PlanError(fault)
+        self._interrupted = frozenset()
 
     def _after_forward(self, outputs: Any) -> None:
         """Called after each forward with gradients: hooks on its outputs begin its backward."""
@@ -178,10 +214,14 @@ class SynchronizedModule(nn.Module):
 
     def _begin_backward(self, must_sync: bool) -> None:
         """Hook of an output: a backward has reached it."""
+        if self._interrupted:
+            self._check_interrupted()
         if must_sync:
             self._require_sync()
         if not self._in_backward:
             self._follow_discards()
+            if self._gradient_reducer is not None:
+                self._gradient_reducer.begin_backward()
             self._in_backward = True
             after_this_backward(_end_of(weakref.ref(self)))
 
@@ -213,6 +253,7 @@ class SynchronizedModule(nn.Module):
     def _follow_discards(self) -> None:
         """Called before the next backward: drop what scripts have zeroed since `_hold_gradients`."""
 
+    @torch.no_grad()
     def _synchronize_now(self) -> None:
         self._check_not_updated()
         self._must_sync = False
@@ -259,7 +300,3 @@ def _end_of(weak_module: weakref.ref[SynchronizedModule]) -> Callable[[], None]:
             module._end_backward()
 
     return end
-
-
-def _is_outside_of_backward() -> bool:
-    return torch._C._current_graph_task_id() == -1

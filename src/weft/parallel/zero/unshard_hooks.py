@@ -9,14 +9,16 @@
 Note [When a group is resharded]
     A group stays unsharded while one of its blocks runs backward, also where a forward is
     recomputed meanwhile. In a backward it is resharded when its last gradient has arrived
-    (gradient_reducer.py); a frozen one when the gradients of its block's inputs have; and where
-    neither happens (unused parameters, or gradients that are computed later) at the end of the
-    backward.
+    (gradient_reducer.py) and the gradients of its block's inputs have: a parameter that is frozen, or
+    read detached, may be needed after its own. Of several inputs the one that was computed last decides,
+    since its gradient comes first, and after all that the block computes; others, such as an embedding
+    of time, go to many blocks. Where this does not happen (unused parameters, gradients that are
+    computed later, inputs without gradients) a group is resharded at the end of the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.parallel.autograd.backward_end import after_this_backward
+from weft.parallel.autograd.backward_end import NO_BACKWARD, after_this_backward, backward_id
 from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import memory_of
@@ -112,6 +114,12 @@ class GroupsInBackward:
             self._groups[id(group)] = group
             group.unshard()
 
+    def drop_interrupted(self) -> None:
+        """Outside of a backward: end the last one, if it has raised an error."""
+        if self._is_end_queued:
+            self._creates_graph = False
+            self._on_backward_end()
+
     def __contains__(self, group: ParamGroup) -> bool:
         return id(group) in self._groups
 
@@ -125,7 +133,43 @@ class GroupsInBackward:
         self._groups.clear()
 
 
-@dataclass(frozen=True)
+class BlockUse:
+    """One call of a block: its backward begins at its outputs and ends at its inputs, where they have gradients.
+
+    Attributes:
+        groups: of the block.
+    """
+
+    def __init__(self, groups: Iterable[ParamGroup]) -> None:
+        self.groups = tuple(groups)
+        self._backward = NO_BACKWARD
+
+    def end_at_gradient_of(self, inputs: Any) -> None:
+        """Have the backward end once the input that was computed last has its gradient."""
+        number_of = {
+            tensor: tensor.grad_fn._sequence_nr()
+            for tensor in tensors_in(inputs)
+            if tensor.grad_fn is not None
+        }
+        if number_of:
+            last = max(number_of, key=number_of.__getitem__)
+            last.register_hook(self._end)
+
+    def begin(self) -> None:
+        """An output has its gradient."""
+        if self._backward != backward_id():
+            self._backward = backward_id()
+            for group in self.groups:
+                group.begin_backward()
+
+    def _end(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            return  # a second backward reads the parameters, and frees them at its end
+        for group in self.groups:
+            group.end_backward()
+
+
+@dataclass
 class PrefetchSchedule:
     """The hooks of one block. See Note [When a group is resharded].
 
@@ -139,10 +183,15 @@ class PrefetchSchedule:
     next_groups: tuple[ParamGroup, ...]
     previous_groups: tuple[ParamGroup, ...]
     in_backward: GroupsInBackward
+    _call: BlockUse | None = None
 
     @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Unshard the block, prefetch the next."""
+        if backward_id() == NO_BACKWARD:
+            self.in_backward.drop_interrupted()
+            for group in self.groups:
+                group.drop_outdated()
         for group in self.groups:
             group.unshard()
         # A forward inside of a backward recomputes: the block that comes next there is the one
@@ -151,8 +200,9 @@ class PrefetchSchedule:
         if not is_recomputed:
             for group in self.next_groups:
                 group.start_unshard()
+        self._call = BlockUse(self.groups)
         if torch.is_grad_enabled():
-            self._reshard_frozen_after_backward(args, kwargs)
+            self._call.end_at_gradient_of((args, kwargs))
 
     @not_compiled
     def copy_views(self, module: nn.Module, args: Any, out: Any) -> Any:
@@ -178,37 +228,16 @@ class PrefetchSchedule:
             is_next = any(group is other for other in self.next_groups)
             if not is_next and group not in self.in_backward:
                 group.reshard()
+        call = self._call
+        self._call = None
+        assert call is not None, "set before the forward"
+
+        def before_backward(gradient: Tensor) -> None:
+            self.in_backward.add(self.groups)
+            call.begin()
+            for group in self.previous_groups:
+                group.start_unshard()
+
         for tensor in tensors_in(out):
             if tensor.requires_grad:
-                tensor.register_hook(self._before_backward)
-
-    def _before_backward(self, gradient: Tensor) -> None:
-        self.in_backward.add(self.groups)
-        for group in self.previous_groups:
-            group.start_unshard()
-
-    def _reshard_frozen_after_backward(self, args: Any, kwargs: Any) -> None:
-        frozen = [group for group in self.groups if not group.is_trained]
-        if not frozen:
-            return
-
-        def reshard() -> None:
-            for group in frozen:
-                group.reshard()
-
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        _call_after_gradients(inputs, reshard)
-
-
-def _call_after_gradients(tensors: Sequence[Tensor], act: Callable[[], None]) -> None:
-    """Call `act` once each of `tensors` has its gradient."""
-    num_missing = len(tensors)
-
-    def on_gradient(_: Tensor) -> None:
-        nonlocal num_missing
-        num_missing -= 1
-        if num_missing == 0:
-            act()
-
-    for tensor in tensors:
-        tensor.register_hook(on_gradient)
+                tensor.register_hook(before_backward)
