@@ -299,7 +299,8 @@ def allocated_peak(run: Run) -> int:
 
 @pytest.mark.parametrize("name", slow_but("one rank", "pp2 zbv"))
 def test_the_peak_is_that_of_the_allocator(name: str) -> None:
-    """Within 32 bytes in float32. Kernels of the CPU in bfloat16 have buffers of their own, of
+    """Within 32 bytes in float32; with KTO 16 more, z0 and its mean of the step before, whose end the
+    profiler does not see. Kernels of the CPU in bfloat16 have buffers of their own, of
     32 KiB here: less than 5% of a model twice as wide.
     """
     is_bfloat16 = "bfloat16" in name
@@ -308,7 +309,8 @@ def test_the_peak_is_that_of_the_allocator(name: str) -> None:
     memory = step_memory(measure_rank(MeasuredRun.of(run), 0), 0)
     measured = memory.kept.total + allocated_peak(run)
     is_wide = run.precision.compute == "float32"
-    assert memory.peak == pytest.approx(measured, abs=32, rel=1e-12 if is_wide else 0.05)
+    scalars = 48 if "kto" in name else 32
+    assert memory.peak == pytest.approx(measured, abs=scalars, rel=1e-12 if is_wide else 0.05)
 
 
 @pytest.mark.parametrize(

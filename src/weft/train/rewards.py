@@ -57,11 +57,22 @@ class Rewards:
 
 
 @contextmanager
-def reward_sums_of(loss: PreferenceLoss | None) -> Iterator[list[Tensor]]:
-    """The sums of each micro-batch whose loss is computed inside; none where another rank has the loss."""
+def reward_sums_of(
+    loss: PreferenceLoss | None, *, fixed_order: bool = False
+) -> Iterator[list[Tensor]]:
+    """The sums of the micro-batches whose loss is computed inside; with `fixed_order` those of each one,
+    else their total. None where another rank has the loss.
+    """
     found: list[Tensor] = []
+
+    def add(sums: Tensor) -> None:
+        if fixed_order or not found:
+            found.append(sums)
+        else:
+            found[0] += sums
+
     if loss is not None:
-        loss.on_rewards = found.append
+        loss.on_rewards = add
     try:
         yield found
     finally:

@@ -359,7 +359,7 @@ class TrainStep:
         if self.kl is not None:
             self.kl.update(batches)
         loss = preference_loss_of(self.model.blocks) if self.has_rewards else None
-        with reward_sums_of(loss) as rewards:
+        with reward_sums_of(loss, fixed_order=self.fixed_order) as rewards:
             played = self.player.play(
                 batches, scale / targets, before_action=self._before_action(on_phase)
             )

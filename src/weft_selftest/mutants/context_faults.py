@@ -107,9 +107,9 @@ def own_gradients_alone(finish: Callable[..., Any], accumulator: Any) -> Any:
     return accumulator.own
 
 
-def backward_ring(start: Callable[..., Any], ring: Any, sent: Any, step: int) -> Any:
+def backward_ring(start: Callable[..., Any], *args: Any, step: int) -> Any:
     """Messages go to the neighbour on the other side."""
-    return start(ring, sent, -step)
+    return start(*args, step=-step)
 
 
 MUTANTS = (
@@ -208,7 +208,7 @@ MUTANTS = (
         "the_ring_turns_the_other_way",
         "keys are taken for those of another rank",
         MutantLayout("cp4"),
-        (FunctionFault("weft.parallel.context.ring:_start_messages", backward_ring),),
+        (FunctionFault("weft.parallel.context.ring:start_hop", backward_ring),),
         axes=AXIS,
         blocks=FIRST_LAYER,
     ),

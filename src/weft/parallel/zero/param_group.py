@@ -491,9 +491,7 @@ class ParamGroup:
         param, view = self.params[name], self._grad_views[name]
         gradient = None if param.grad is None or param.grad.is_sparse else param.grad
         if gradient is None or not _is_same_memory(gradient, view):
-            memory = view.untyped_storage()
-            gradient = view.new_empty(0)
-            gradient.set_(memory, view.storage_offset(), view.shape, view.stride())
+            gradient = view.data  # no view, with versions of its own: a graph may have saved it
             param.grad = gradient
         return gradient
 
