@@ -77,9 +77,9 @@ def parallelize(
     inputs (`RowParallelLinear`, whose outputs are summed), of dim 0 of an embedding its rows. What
     lies between works on this rank's part of the features: attention on its heads. Parameters that no
     pattern matches stay whole; tied ones stay tied. Optimizers have to be elementwise: one that reads
-    norms or rows of a whole layer (LAMB, Muon, Adafactor) would see this rank's part. The options are `axis`, the mesh axis ("tp"),
-    `gathered`, paths of linears whose outputs are gathered, and `sequence`, a `SequenceParallel`: which
-    modules work on parts of the sequence.
+    norms or rows of a whole layer (LAMB, Muon, Adafactor) would see this rank's part. The options are
+    `axis`, the mesh axis ("tp"), `gathered`, paths of linears whose outputs are gathered, and
+    `sequence`, a `SequenceParallel`: which modules work on parts of the sequence.
 
     `parallelize(blocks, plan, comm)` is what `weft train` does, for every dimension. `blocks` is an
     ordered mapping of block name -> plain module, the last of which yields the summed loss; it is
