@@ -139,6 +139,7 @@ def test_parallel_layers_clip_by_the_norm_of_the_whole_model(mesh: str) -> None:
         weights = [param.grad for param in net.parameters() if param.ndim == 2]
         for of_rows, whole in zip(weights, (up.chunk(2)[index], down), strict=True):
             torch.testing.assert_close(of_rows.norm(dim=1), whole.norm(dim=1))
+        torch.testing.assert_close(weights[0].norm(dim=()), up.norm())
         expected = up.chunk(2)[index], up_bias.chunk(2)[index], down.chunk(2, 1)[index], down_bias
         for param, gradient in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-15)

@@ -145,7 +145,7 @@ def _traffic_lines(plan: Plan) -> list[str]:
         ranks = " x ".join(states.sharded)
         copies = f", copies along {' x '.join(states.replicated)}" if states.replicated else ""
         lines.append(f"  ZeRO {plan.zero} over {ranks}{copies}: {ZERO_TRAFFIC[plan.zero]}")
-    if plan.sequence_parallel:
+    if plan.sequence_parallel and plan.mesh.degree(activation_axes()) > 1:
         axes = " x ".join(activation_axes())
         lines.append(f"  sequence parallel: activations between regions are sharded over {axes}")
     if not lines:

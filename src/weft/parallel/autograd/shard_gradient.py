@@ -119,11 +119,13 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
 
 
 def _is_reduced(dim: int, dims: Any, *, num_dims: int) -> bool:
-    """Whether a norm over `dims`, a number or several, or over all (None), is taken over `dim`."""
+    """Whether a norm over `dims`, a number or several, or over all (None, or none named), is taken over
+    `dim`.
+    """
     if dims is None:
         return True
     several = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return any(each % num_dims == dim for each in several)
+    return not several or any(each % num_dims == dim for each in several)
 
 
 def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:
