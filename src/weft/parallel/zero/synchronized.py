@@ -179,9 +179,8 @@ class SynchronizedModule(nn.Module):
         Raises:
             PlanError: the script has not discarded them.
         """
-        from weft.parallel.zero.sharded_tensor import (
-            local_of,
-        )  # late: few scripts go on after an error
+        # late: few scripts go on after an error
+        from weft.parallel.zero.sharded_tensor import local_of
 
         params = self._updated_params()
         for name in sorted(self._interrupted):
