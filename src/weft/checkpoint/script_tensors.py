@@ -16,7 +16,7 @@ from weft.core.axes import Box
 from weft.core.mesh import axis_names
 from weft.core.shard import Shard
 from weft.errors import CheckpointError, Fault
-from weft.parallel.autograd.shard_gradient import Holders, holders_of
+from weft.parallel.autograd.rank_part import Holders, holders_of
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.parallel.pp import AXIS as PP

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
-from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import stored_buffers
@@ -193,10 +192,9 @@ class DistributedDataParallel(SynchronizedModule):
             divisor *= attendance.share
         reducer.scale(1.0 / divisor)
         for group in reducer.groups:
-            for name, param in group.params.items():
+            for name in group.params:
                 if name in used:
                     group.set_grad(name)
-                mark_gradient(param)
         if self._options.broadcasts_buffers:
             root = 0 if attendance is None or not attendance.present else attendance.present[0]
             self._broadcast_buffers(self.module, self.comm, self.axis, root=root)

@@ -76,10 +76,10 @@ def parallelize(
     A name of dim 0 of a linear's weight shards its outputs (`ColumnParallelLinear`), of dim 1 its
     inputs (`RowParallelLinear`, whose outputs are summed), of dim 0 of an embedding its rows. What
     lies between works on this rank's part of the features: attention on its heads. Parameters that no
-    pattern matches stay whole; tied ones stay tied. Optimizers have to be elementwise: one that reads
-    norms or rows of a whole layer (LAMB, Muon, Adafactor) would see this rank's part. The options are
-    `axis`, the mesh axis ("tp"), `gathered`, paths of linears whose outputs are gathered, and
-    `sequence`, a `SequenceParallel`: which modules work on parts of the sequence.
+    pattern matches stay whole; tied ones stay tied. Optimizers may be elementwise, or read norms and
+    sums of whole layers (LARS, LAMB); products and rows of a layer (Muon, Adafactor) are an error. The
+    options are `axis`, the mesh axis ("tp"), `gathered`, paths of linears whose outputs are gathered,
+    and `sequence`, a `SequenceParallel`: which modules work on parts of the sequence.
 
     `parallelize(blocks, plan, comm)` is what `weft train` does, for every dimension. `blocks` is an
     ordered mapping of block name -> plain module, the last of which yields the summed loss; it is

@@ -21,7 +21,7 @@ from weft.models.common.lora import (
     take_adapter,
     with_magnitude,
 )
-from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
+from weft.parallel.autograd.rank_part import Holders, MarkedLayer, plain
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.chunked_products import scattered_linear
 from weft.parallel.tensor.region import DeferredWeight, HasWeight, Region, SharedEntries, linear
@@ -99,6 +99,8 @@ class ColumnParallelLinear(MarkedLayer):
         `gather_output`.
         """
         bias = bias_before_magnitude(self)
+        if bias is not None:
+            bias = plain(bias)
         if self.entries is not None:
             x, deferred = self.entries.read(x, self, multiplies=True)
             y = linear(x, deferred, bias, product_of(self))
@@ -107,7 +109,7 @@ class ColumnParallelLinear(MarkedLayer):
             y = linear(x, self.deferred, bias, product_of(self))
             self.deferred = None
         else:
-            y = product_of(self)(x, self.weight, bias)
+            y = product_of(self)(x, plain(self.weight), bias)
         y = with_magnitude(self, plus_adapter(self, x, y))
         if self.gather_output:
             return self._gathered(y)
@@ -122,7 +124,7 @@ class ColumnParallelLinear(MarkedLayer):
         if self.entries is not None:
             x, deferred = self.entries.read(x, self)
             return x, deferred.weight
-        weight: Tensor = self.weight
+        weight = plain(self.weight)
         if self.deferred is not None:
             weight = self.deferred.weight
             self.deferred = None
@@ -203,9 +205,9 @@ class RowParallelLinear(MarkedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
         if self.region.takes_chunks(x) and not has_adapter(self):
-            y = scattered_linear(x, self.weight, self.region.comm, self.region.axis)
+            y = scattered_linear(x, plain(self.weight), self.region.comm, self.region.axis)
         else:
-            partial = product_of(self)(x, self.weight, None)
+            partial = product_of(self)(x, plain(self.weight), None)
             partial = plus_adapter(self, x, partial)
             y = self.region.leave(partial)
         if magnitude_of(self) is not None:

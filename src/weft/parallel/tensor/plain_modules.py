@@ -13,7 +13,7 @@ from weft.core.mesh import Axis
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.shard_gradient import holders_of
+from weft.parallel.autograd.rank_part import holders_of
 from weft.parallel.model.chain import replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.sequence import SequenceParallel, shard_sequence

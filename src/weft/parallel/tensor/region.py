@@ -45,6 +45,7 @@ from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
 from weft.models.common.linear_products import LinearProduct, rows
+from weft.parallel.autograd.rank_part import plain
 from weft.parallel.autograd.split_backward import active_split_backward
 from weft.parallel.tensor import chunked_products
 from weft.parallel.tensor.autocast import autocast
@@ -202,7 +203,7 @@ class SharedEntries:
         readers = linear.readers or (linear,)
         multiplied = range(len(readers)) if multiplies else ()
         entered, weights = self.region.enter(
-            x, [reader.weight for reader in readers], multiplied=multiplied
+            x, [plain(reader.weight) for reader in readers], multiplied=multiplied
         )
         entry = _Entry(x, entered, list(zip(readers, weights, strict=True)))
         weight = entry.take(linear)

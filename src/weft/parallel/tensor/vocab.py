@@ -23,7 +23,7 @@ from weft.models.common.head_output import check_within
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
-from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
+from weft.parallel.autograd.rank_part import Holders, MarkedLayer, plain
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(MarkedLayer):
         padding = None if self.padding_idx is None else self.padding_idx - self.lo
         if padding is not None and not 0 <= padding < num_local:
             padding = None  # the row of another rank
-        rows = nn.functional.embedding(index, self.weight, padding)
+        rows = nn.functional.embedding(index, plain(self.weight), padding)
         rows = rows * is_local.unsqueeze(-1)
         return plus_noise(self, self.region.leave(rows))
 

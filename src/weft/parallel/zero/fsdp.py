@@ -15,7 +15,7 @@ from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.not_compiled import not_compiled
-from weft.parallel.autograd.shard_gradient import clip_to, shard_axes_of, total_norm
+from weft.parallel.autograd.rank_part import clip_to, holders_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.backward_order import register_backward_order
@@ -145,7 +145,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         chain = (*blocks, module)  # the module comes last, with the parameters of no block
         originals = move_values(module)
         self._name_of = {id(param): name for name, param in module.named_parameters()}
-        self._tensor_axes = {name: shard_axes_of(p) for name, p in module.named_parameters()}
+        self._holders = {name: holders_of(p) for name, p in module.named_parameters()}
         self._state_names = self._names_by_state_key()
         params_of_block = [own_params(block, chain) for block in chain]
         self._groups = self._make_groups(chain, is_copy=is_copy)
@@ -166,10 +166,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         for block in chain:
             self._hooks.append(block.register_forward_pre_hook(self._refresh))
         self._shard_of = make_shards(
-            self._groups,
-            ShardGroup(comm, how.axis),
-            originals=originals,
-            tensor_axes=self._tensor_axes,
+            self._groups, ShardGroup(comm, how.axis), originals=originals, holders=self._holders
         )
         shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
         register_shards(module, shard_of_param)
@@ -536,12 +533,11 @@ class FullyShardedDataParallel(SynchronizedModule):
 
         torch.nn.utils.clip_grad_norm_ does the same with an all-reduce for each parameter.
         """
-        own_axes = axis_names(self.sharding.axis)
         gradients: list[tuple[Tensor, tuple[str, ...]]] = []
         for name, shard in self._shard_of.items():
             if shard.grad is not None:
-                axes = (*own_axes, *self._tensor_axes[name])
-                gradients.append((local_of(shard.grad), axes))
+                group = ShardGroup(self.comm, self.sharding.axis, self._holders[name])
+                gradients.append((local_of(shard.grad), group.all_axes))
         norm = total_norm(self.comm, gradients)
         clip_to((gradient for gradient, _ in gradients), norm, max_norm)
         return norm

@@ -24,7 +24,6 @@ from weft.comm.comm import Comm
 from weft.comm.transport import Communicator, Work
 from weft.core.zero_stages import ZERO_THAT_GATHERS
 from weft.errors import CommError, Fault, PlanError
-from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, StageSums, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.sharding_policy import ShardingPolicy
@@ -629,9 +628,8 @@ class ParamGroup:
 
 
 def _has_hooks_of_scripts(param: Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was called by others than the reducer and sharded layers."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return sum(hook is not mark_gradient for hook in hooks.values()) > 1
+    """Whether `register_post_accumulate_grad_hook` was called by others than the reducer."""
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or {}) > 1
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.shard_gradient import mark_gradient
+from weft.parallel.autograd.rank_part import Holders
 from weft.parallel.zero.flat_params import FlatLayout
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
@@ -88,20 +88,20 @@ def make_shards(
     group: ShardGroup,
     *,
     originals: Mapping[int, nn.Parameter],
-    tensor_axes: Mapping[str, tuple[str, ...]],
+    holders: Mapping[str, Holders | None],
 ) -> dict[str, nn.Parameter]:
     """This rank's entries of every parameter, put into the objects that the module had.
 
     Args:
         originals: as `move_values` returns them.
-        tensor_axes: name of a parameter -> mesh axes over which its layer shards it besides.
+        holders: name of a parameter -> who holds its other entries, where its layer is sharded besides.
     """
     found: dict[str, nn.Parameter] = {}
     for each in groups:
         assert each.sharded_param is not None, "under ZeRO 1 to 3 parameters are in flat memory"
         views = each.layout.shard_views(each.sharded_param, each.index)
         for name, param in each.params.items():
-            shard_group = ShardGroup(group.comm, group.axis, tensor_axes[name])
+            shard_group = ShardGroup(group.comm, group.axis, holders[name])
             entries = entries_of(each.layout, name, each.index)
             shard = sharded_param(
                 views[name], entries, shard_group, requires_grad=param.requires_grad
@@ -156,7 +156,7 @@ def _check_no_hooks(name: str, param: nn.Parameter) -> None:
     """Raise PlanError for hooks, which would be called with unsharded gradients of this rank alone."""
     hooks = [*(param._backward_hooks or {}).values()]
     hooks += (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
-    if any(hook is not mark_gradient for hook in hooks):
+    if hooks:
         fault = Fault(
             WRAPPER_NAME,
             f"{name} has hooks from before wrapping, which would not see the synchronised gradient",

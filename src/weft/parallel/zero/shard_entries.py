@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
+from weft.parallel.autograd.rank_part import Holders
 
 
 @dataclass(frozen=True)
@@ -17,19 +18,23 @@ class ShardGroup:
 
     Attributes:
         axis: the mesh axes over which entries are sharded.
-        norm_axes: further axes along which ranks hold other entries of the same parameter, such as
-            those of a tensor-parallel layer: sums and norms are taken over them, too.
+        holders: the ranks that hold other entries of the same parameter besides, of a tensor-parallel
+            layer: sums and norms are taken over them, too.
     """
 
     comm: Comm
     axis: Axis
-    norm_axes: tuple[str, ...] = ()
+    holders: Holders | None = None
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which ranks hold other entries."""
+        return (*axis_names(self.axis), *(self.holders.axes if self.holders else ()))
 
     def total(self, partial: Tensor) -> Tensor:
         """The sum over all ranks of a scalar; its gradient is that of this rank's part."""
-        axes = (*axis_names(self.axis), *self.norm_axes)
         with torch.no_grad():
-            total = self.comm.all_reduce(partial.detach().contiguous(), axes)
+            total = self.comm.all_reduce(partial.detach().contiguous(), self.all_axes)
         return partial - partial.detach() + total if partial.requires_grad else total
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
 
-from weft.core.mesh import axis_names
+from weft.comm.transport import Reduce
 from weft.errors import Fault, PlanError
 from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.sharded_tensor import (
@@ -92,8 +92,8 @@ def _norm_of(group: ShardGroup, local: Tensor, order: float) -> Tensor:
             partial = local.abs().max() if largest else local.abs().min()
         else:  # the other ranks hold all entries
             partial = local.new_tensor(0.0 if largest else float("inf"))
-        axes = (*axis_names(group.axis), *group.norm_axes)
-        return group.comm.all_reduce(partial.detach(), axes, op="max" if largest else "min")
+        op: Reduce = "max" if largest else "min"
+        return group.comm.all_reduce(partial.detach(), group.all_axes, op=op)
     if order == 0:
         return group.total((local != 0).sum().to(local.dtype))
     powers = torch.linalg.vector_norm(local, order).pow(order)
@@ -128,8 +128,7 @@ def _check_finite(args: Sequence[Any], options: dict[str, Any]) -> Any:
     # a dict, not a set: every rank starts its collectives in the same order
     groups = dict.fromkeys(group_of([shard]) for shard in shards_in(gradients))
     for group in groups:
-        axes = (*axis_names(group.axis), *group.norm_axes)
-        group.comm.all_reduce_(found, axes, op="max")
+        group.comm.all_reduce_(found, group.all_axes, op="max")
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
+from weft.parallel.autograd.rank_part import holders_of, plain
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.coded_states import NEVER_NEGATIVE, OF_TORCH, CodedStates
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
@@ -278,9 +280,10 @@ class _FlatGroup:
             group.comm.degree(group.axis),
         )
         self.shards: list[nn.Parameter] = []
-        for name, view in self._flatten().items():
+        for param, (name, view) in zip(params, self._flatten().items(), strict=True):
             entries = entries_of(self.layout, name, self._index)
-            self.shards.append(sharded_param(view, entries, group))
+            of_layer = replace(group, holders=holders_of(param))
+            self.shards.append(sharded_param(view, entries, of_layer))
 
     def _flatten(self) -> dict[str, Tensor]:
         """Move the parameters into flat memory; returns this rank's entries of each."""
@@ -312,7 +315,7 @@ class _FlatGroup:
             if param.grad is None:
                 shard.grad = None
                 continue
-            own_entries = param.grad.reshape(-1)[shard.entries.own]
+            own_entries = plain(param.grad).reshape(-1)[shard.entries.own]
             shard.grad = shard.with_local(own_entries)
 
     def clear_shard_grads(self) -> None:

@@ -27,14 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.tree import map_leaves, tensors_in
-from weft.parallel.zero import distributed_checkpoint as dcp
-from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
-from weft.parallel.zero.tensor_functions import (
+from weft.parallel.autograd.rank_part import part_of
+from weft.parallel.autograd.tensor_functions import (
     changes_first_argument,
     is_elementwise,
     is_local_read,
 )
+from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.parallel.zero import distributed_checkpoint as dcp
+from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
 """(arguments, options) -> what the function returns; NotImplemented for arguments that it does not take."""
@@ -176,9 +177,11 @@ class Gathering:
     from.
     """
 
-    def __init__(self, source: ShardedTensor, whole: Tensor) -> None:
+    def __init__(self, source: ShardedTensor) -> None:
         self.source = source
-        self.whole = whole
+        self.holders = group_of([source]).holders
+        whole = source.full_tensor()
+        self.whole = whole if self.holders is None else part_of(whole, self.holders)
         self._seen = (source._version, whole._version)
 
     def refresh(self) -> None:
@@ -217,10 +220,20 @@ class GatheredView(Tensor):
             gatherings = list({id(each.gathering): each.gathering for each in views}.values())
             for gathering in gatherings:
                 gathering.refresh()
+        if any(each.holders is not None for each in gatherings):
+            args, options = map_leaves((tuple(args), options), GatheredView, _as_part)
             result = func(*args, **options)
-            for gathering in gatherings:
-                gathering.write_back()
+        else:
+            result = run_plainly(func, args, options)
+        for gathering in gatherings:
+            gathering.write_back()
         return _mark_views(result, gatherings)
+
+
+def _as_part(view: GatheredView) -> Tensor:
+    """The same memory as a part, where a tensor-parallel layer has the parameter."""
+    holders = view.gathering.holders
+    return view if holders is None else part_of(view, holders, is_view=True)
 
 
 def run_plainly(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -361,12 +374,12 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], options: dict[str, 
         if not isinstance(tensor, ShardedTensor):
             return tensor
         if id(tensor) not in gathered:
-            gathered[id(tensor)] = Gathering(tensor, tensor.full_tensor())
+            gathered[id(tensor)] = Gathering(tensor)
         return gathered[id(tensor)].whole
 
     whole_args = map_leaves(tuple(args), Tensor, whole)
     whole_options = map_leaves(options, Tensor, whole)
-    result = run_plainly(func, whole_args, whole_options)
+    result = func(*whole_args, **whole_options)
     gatherings = list(gathered.values())
     shard_of = {id(each.whole): each.source for each in gatherings if each.write_back()}
     result = map_leaves(result, Tensor, lambda tensor: shard_of.get(id(tensor), tensor))

@@ -80,6 +80,35 @@ LISTS = ("_foreach_", "_fused_")
 REDUCTIONS = frozenset({"max", "min", "_foreach_max", "_foreach_norm"})
 """Functions that reduce to fewer entries, some of which torch marks as elementwise for other arguments."""
 
+PRODUCTS = frozenset(
+    [
+        "matmul",
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "vdot",
+        "inner",
+        "outer",
+        "kron",
+        "tensordot",
+        "einsum",
+        "chain_matmul",
+        "addmm",
+        "addbmm",
+        "addmv",
+        "baddbmm",
+        "svd",
+        "qr",
+        "inverse",
+        "pinverse",
+        "cholesky",
+        "cosine_similarity",
+        "normalize",
+    ]
+)
+"""Functions whose entries are computed of several entries of each argument, besides those of `torch.linalg`."""
+
 
 @cache
 def is_elementwise(func: Callable[..., Any]) -> bool:
@@ -91,6 +120,13 @@ def is_elementwise(func: Callable[..., Any]) -> bool:
         return True
     base = _base_name(name)
     return name in SAME_ENTRIES or base in SAME_ENTRIES or _is_pointwise(base)
+
+
+@cache
+def is_product(func: Callable[..., Any]) -> bool:
+    """Whether it multiplies, or decomposes, matrices."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("linalg_") or _base_name(name) in PRODUCTS
 
 
 @cache

@@ -1,0 +1,427 @@
+"""Tensors of which a rank holds a part, for plain scripts: parameters, gradients and optimizer states.
+
+Torch's norms and loss scaling are taken over all ranks; what optimizers compute of other than single entries is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
+
+from weft.comm.comm import Comm
+from weft.comm.transport import Reduce
+from weft.core.axes import span
+from weft.core.mesh import Axis, axis_names
+from weft.errors import Fault, PlanError
+from weft.parallel.autograd.tensor_functions import (
+    changes_first_argument,
+    is_elementwise,
+    is_local_read,
+    is_product,
+)
+from weft.parallel.autograd.tree import map_leaves, tensors_in
+
+FOREACH_NORM = torch._foreach_norm
+NORMS = frozenset(
+    {FOREACH_NORM, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+)
+SUMS = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
+DATA = cast("Any", Tensor).data.__get__
+GRADIENT = cast("Any", Tensor).grad.__get__
+NEW = frozenset({Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty})
+STATISTICS = frozenset({torch.var, Tensor.var, torch.std, Tensor.std})
+FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
+"""What torch.amp.GradScaler calls: whether an entry is not finite, for the tensors it gets."""
+
+
+class Holders(NamedTuple):
+    """The ranks that hold the entries of a parameter: those along `axes`, each a `span` of each of the
+    parts that dim `dim` of the whole parameter consists of: one, or fused projections.
+    """
+
+    comm: Comm
+    axes: tuple[str, ...]
+    dim: int
+    parts: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Entries of the dim in the whole parameter."""
+        return sum(self.parts)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Bounds of this rank's entries of each part, in the whole dim."""
+        degree, index = self.comm.degree(self.axes), self.comm.index(self.axes)
+        found: list[tuple[int, int]] = []
+        offset = 0
+        for part in self.parts:
+            start, stop = span(part, degree, index)
+            found.append((offset + start, offset + stop))
+            offset += part
+        return tuple(found)
+
+    @property
+    def own_sizes(self) -> tuple[int, ...]:
+        """Entries of each part that this rank holds."""
+        return tuple(stop - start for start, stop in self.spans)
+
+
+class RankPart(Tensor):
+    """A parameter of a tensor-parallel layer, its gradient or a state of it: other ranks hold other entries
+    (`holders`). Or a gradient whose parameters' neighbours other ranks hold (None).
+
+    Layers compute with `plain(param)`. Norms, sums and means over all entries are those of the whole tensor,
+    and loss scaling looks at all ranks; shapes, and everything else, are those of this rank's part. Without a
+    graph, as in the step of an optimizer, what is computed of a part entry by entry, or is a view of one, is
+    a part, too.
+
+    Raises:
+        PlanError: by products, decompositions and statistics of rows that an optimizer computes of a part;
+            by torch's norms and loss scaling where neighbours are on other ranks: each call sees the
+            gradients of this rank's stages alone, and they would be taken for all.
+    """
+
+    holders: Holders | None = None
+    is_view: bool = False  # whose dims are not those of the parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in NORMS:
+            return _norms(func, args, options)
+        if func in SUMS:
+            return _total(func, args, options)
+        if func == GRADIENT:
+            return _gradient_of(args[0])
+        if func in STATISTICS or is_product(func):
+            _reject_statistics(func, (args, options))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **options)
+        if func is FINITE_CHECK:
+            _agree_on_finite(args[0], found=args[1])
+        return _marked(func, args, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = plain(self.detach()).clone()
+        if isinstance(self, nn.Parameter):
+            param = nn.Parameter(copied, requires_grad=self.requires_grad)
+            copied = param if self.holders is None else part_param(param, self.holders)
+            copied.__dict__.update(self.__dict__)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files have plain tensors."""
+        values = plain(self.detach())
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(values, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+        return values.__reduce_ex__(protocol)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor, that layers compute with; autograd passes through."""
+    if not isinstance(tensor, RankPart):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.view_as(tensor)  # compilers do not trace `as_subclass`
+
+
+def part_of(tensor: Tensor, holders: Holders | None, *, is_view: bool = False) -> RankPart:
+    """The same memory as a `RankPart`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        part = tensor.as_subclass(RankPart)
+    part.holders = holders
+    part.is_view = is_view
+    return part
+
+
+def _gradient_of(param: RankPart) -> Tensor | None:
+    """The gradient, which autograd or a wrapper has left as a plain tensor, as a part of the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = param.grad
+        if gradient is not None and param.holders is not None and type(gradient) is Tensor:
+            gradient = part_of(gradient, param.holders)
+            param.grad = gradient
+    return gradient
+
+
+def _marked(func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
+    """The result of a function of parts: a part, too, where it has no graph, and was computed entry by entry
+    or is in the same memory.
+    """
+    if is_local_read(func) and func != DATA:
+        return result
+    source = next((each for each in tensors_in(args) if isinstance(each, RankPart)), None)
+    if source is None or source.holders is None:
+        return result
+    if changes_first_argument(func) and is_elementwise(func):
+        _adopt_states(args)
+    is_alike = is_elementwise(func) or func.__name__.endswith("_like") or func in NEW
+    if is_alike and isinstance(result, (tuple, list)):  # of lists, one tensor for each parameter
+        return [_marked(func, [of], each) for of, each in zip(args[0], result, strict=True)]
+
+    def mark(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, RankPart) or tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        has_shape = tensor.shape == source.shape and tensor.dim() > 0
+        if is_alike and has_shape:
+            return part_of(tensor, source.holders, is_view=source.is_view)
+        if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
+            return tensor
+        is_same = has_shape and tensor.stride() == source.stride()
+        return part_of(tensor, source.holders, is_view=source.is_view or not is_same)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return map_leaves(result, Tensor, mark)
+
+
+def _adopt_states(args: Sequence[Any]) -> None:
+    """Make states of an optimizer parts, in place, where it has added a part of their shape: those that were
+    loaded from a file, or made as `torch.zeros(param.shape)`.
+    """
+    states = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
+    for other in args[1:]:
+        sources = other if isinstance(other, (tuple, list)) else [other]
+        for state, source in zip(states, sources, strict=False):
+            if not isinstance(source, RankPart) or source.holders is None:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                is_state = type(state) is Tensor and state.shape == source.shape
+            if is_state and not state.requires_grad:
+                state.__class__ = RankPart  # the optimizer holds this object
+                state.holders = source.holders
+                state.is_view = source.is_view
+
+
+def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The norm over the ranks that hold the entries, of a part or of each of several."""
+    given, *rest = args
+    order = rest.pop(0) if rest else options.pop("ord", options.pop("p", 2.0))
+    order = 2.0 if order in (None, "fro") else float(order)
+    dims = rest[0] if rest else options.get("dim")
+    keeps_dims = bool(rest[1] if len(rest) > 1 else options.get("keepdim"))
+    parts = list(given) if func is FOREACH_NORM else [given]
+    norms: list[Tensor] = []
+    for part in parts:
+        holders = _holders_of(part, "torch takes the norm of this rank's part alone")
+        with torch._C.DisableTorchFunctionSubclass():
+            local = torch.linalg.vector_norm(part, order, *rest, **options)
+        if holders is not None and _is_reduced(part, dims):
+            if keeps_dims or (part.is_view and _names_dims(dims)):
+                _reject(func, holders)  # they go on to the mean of a row
+            local = _norm_over(holders, local, order)
+        norms.append(local)
+    return norms if func is FOREACH_NORM else norms[0]
+
+
+def _total(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The sum or mean over the ranks that hold the entries; with a graph that of this rank's part, which has
+    the same gradients. Rejected for some dims, where ranks share them.
+    """
+    part, *rest = args
+    holders = part.holders if isinstance(part, RankPart) else None
+    dims = rest[0] if rest else options.get("dim")
+    with torch._C.DisableTorchFunctionSubclass():
+        local = func(*args, **options)
+    if holders is None or local.requires_grad or not _is_reduced(part, dims):
+        return local
+    if _names_dims(dims):
+        _reject(func, holders)
+    if func in (torch.sum, Tensor.sum):
+        return holders.comm.all_reduce(local, holders.axes)
+    values = plain(part).to(local.dtype)
+    counted = torch.stack([values.sum(), values.new_tensor(values.numel())])
+    total, count = holders.comm.all_reduce(counted, holders.axes).unbind()
+    return total / count
+
+
+def _names_dims(dims: Any) -> bool:
+    return dims is not None and dims not in ((), [])
+
+
+def _is_reduced(part: RankPart, dims: Any) -> bool:
+    """Whether a reduction over `dims`, a number or several, or over all (None, or none named), is taken over
+    the dim of which ranks hold parts. Of views this is not known, and said of all dims.
+    """
+    if part.holders is None:
+        return False
+    if not _names_dims(dims) or part.is_view:
+        return True
+    several = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return any(each % part.dim() == part.holders.dim for each in several)
+
+
+def _reject_statistics(func: Callable[..., Any], tree: Any) -> None:
+    """Raise PlanError where parts are multiplied by parts or decomposed, or statistics of one are taken: a
+    layer of the script's own multiplies a part by activations.
+    """
+    held = [holders_of(each) for each in tensors_in(tree) if each.dim() > 0]
+    if held[0] is not None and None not in held:
+        _reject(func, held[0])
+
+
+def _reject(func: Callable[..., Any], holders: Holders) -> NoReturn:
+    name = getattr(func, "__name__", "a function").strip("_")
+    raise PlanError(
+        Fault(
+            "optimizer",
+            f"takes {name} of a weight of which each rank along {', '.join(holders.axes)} has a part",
+            need="entries by themselves, or norms and sums of all",
+            fix="AdamW, SGD, Lion, LARS or LAMB for sharded layers; leave these weights whole; or weft train, "
+            "which has muon and adafactor on any layout",
+        )
+    )
+
+
+def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:
+    """The norm of a vector of which each rank has the norm of its part; autograd passes to this part."""
+    if abs(order) == float("inf"):
+        op: Reduce = "max" if order > 0 else "min"
+        total = holders.comm.all_reduce(local.detach(), holders.axes, op=op)
+        return torch.where(local == total, local, total)
+    powers = local if order == 0 else local.pow(order)
+    total = holders.comm.all_reduce(powers.detach(), holders.axes)
+    if powers.requires_grad:
+        total = powers - powers.detach() + total
+    return total if order == 0 else total.pow(1 / order)
+
+
+def _agree_on_finite(gradients: Iterable[Tensor], *, found: Tensor) -> None:
+    """Have every rank find an entry that is not finite where one of them has."""
+    held = [
+        _holders_of(each, "torch.amp.GradScaler checks this rank's part alone")
+        for each in gradients
+    ]
+    groups = dict.fromkeys((each.comm, each.axes) for each in held if each is not None)
+    for comm, axes in groups:
+        comm.all_reduce_(found, axes, op="max")
+
+
+def _holders_of(gradient: Tensor, what: str) -> Holders | None:
+    """Those of a `RankPart`; None of a plain gradient.
+
+    Raises:
+        PlanError: other ranks hold the gradients of other stages.
+    """
+    if not isinstance(gradient, RankPart):
+        return None
+    if gradient.holders is None:
+        fault = Fault(
+            "gradients",
+            f"{what}, and other ranks hold the gradients of other stages",
+            fix="clip_grad_norm_(max_norm) of the pipeline, which takes the norm over all ranks; in place of a "
+            "loss scale bfloat16, which needs none",
+        )
+        raise PlanError(fault)
+    return gradient.holders
+
+
+class MarkedLayer(nn.Module):
+    """A layer of whose parameters other ranks hold other entries."""
+
+    def mark(self, names: Sequence[str], holders: Holders) -> None:
+        """Make its parameters of these names parts that `holders` hold."""
+        if holders.comm.degree(holders.axes) == 1:
+            return
+        for name in names:
+            param = getattr(self, name)
+            if param is not None:
+                self.register_parameter(name, part_param(param, holders))
+
+
+def part_param(param: nn.Parameter, holders: Holders) -> nn.Parameter:
+    """A parameter of the same memory that is a `RankPart`, as its gradients are."""
+    # no view of the other, as `as_subclass` would be: compilers look for the base of views
+    part: Any = Tensor._make_subclass(RankPart, param.detach(), param.requires_grad)
+    part.holders = holders
+    part._is_param = True
+    return cast("nn.Parameter", part)
+
+
+def holders_of(tensor: Tensor) -> Holders | None:
+    """Who holds the other entries of a parameter of a sharded layer; None of others."""
+    found = getattr(tensor, "holders", None)  # a wrapper's shard has taken it from the parameter
+    return found if isinstance(found, Holders) else None
+
+
+def shard_axes_of(param: Tensor) -> tuple[str, ...]:
+    """The mesh axes along which ranks hold other entries of a parameter; none for plain ones."""
+    holders = holders_of(param)
+    return () if holders is None else holders.axes
+
+
+def total_norm(
+    comm: Comm, gradients: Iterable[tuple[Tensor, tuple[str, ...]]], *, over: Axis = ()
+) -> Tensor:
+    """The norm of gradients over all ranks, float64; a collective.
+
+    Args:
+        gradients: each with the mesh axes over which it is sharded.
+        over: an axis along which ranks hold other parameters.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=comm.device)
+    squares_of: dict[tuple[str, ...], Tensor] = {}
+    for gradient, axes in gradients:
+        squares = gradient.double().square()
+        squares_of[axes] = squares_of.get(axes, zero) + squares.sum()
+    total = zero
+    for axes in sorted(squares_of):
+        squares = squares_of[axes]
+        total = total + (comm.all_reduce(squares, axes) if axes else squares)
+    if axis_names(over):
+        total = comm.all_reduce(total, over)
+    return total.sqrt()
+
+
+def clip_to(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm so that it is at most `max_norm`, as torch's clip_grad_norm_."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, comm: Comm) -> Tensor:
+    """Scale gradients so that the norm of the whole model's is at most `max_norm`, where tensor-parallel
+    layers hold a part of their parameters on each rank, plain or in a `DistributedDataParallel`. A
+    collective over the axes of these layers: every rank calls it. torch's `clip_grad_norm_` does the
+    same with an all-reduce for each of their parameters.
+
+    Args:
+        max_norm: the largest norm that stays as it is.
+        comm: that the layers were made with.
+
+    Returns:
+        The norm before, float64, equal on these ranks.
+
+    Raises:
+        PlanError: the parameters are those of a pipeline, which has a `clip_grad_norm_` of its own.
+    """
+    gradients: list[tuple[Tensor, tuple[str, ...]]] = []
+    for param in parameters:
+        gradient = param.grad
+        if gradient is None:
+            continue
+        axes = shard_axes_of(param)
+        _holders_of(gradient, "weft.clip_grad_norm_ takes the norm of this rank's part alone")
+        gradients.append((plain(gradient), axes))
+    norm = total_norm(comm, gradients)
+    clip_to((gradient for gradient, _ in gradients), norm, max_norm)
+    return norm
+
+
+# As torch does for DTensor: optimizers and clipping take all parameters of a GPU in one call.
+for supported in (types_of_optimizers, types_of_clipping):
+    if RankPart not in supported:
+        supported.append(RankPart)
