@@ -6,6 +6,8 @@ Torch's norms and loss scaling are taken over all ranks; what optimizers compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -72,6 +74,37 @@ class Holders(NamedTuple):
         return tuple(stop - start for start, stop in self.spans)
 
 
+class Kind(Enum):
+    """What a function does with parts."""
+
+    NORM = auto()
+    SUM = auto()
+    GRADIENT = auto()
+    STATISTIC = auto()  # of rows, or a product
+    READ = auto()  # of no values
+    UPDATE = auto()  # of each entry of the first argument
+    ENTRIES = auto()  # of each entry, in new memory
+    OTHER = auto()
+
+
+@cache
+def _kind_of(func: Callable[..., Any]) -> Kind:
+    """What a function does with parts: called for each call of an optimizer."""
+    if func in NORMS:
+        return Kind.NORM
+    if func in SUMS:
+        return Kind.SUM
+    if func == GRADIENT:
+        return Kind.GRADIENT
+    if func in STATISTICS or is_product(func):
+        return Kind.STATISTIC
+    if is_local_read(func):
+        return Kind.OTHER if func == DATA else Kind.READ
+    if is_elementwise(func) and func is not FINITE_CHECK:
+        return Kind.UPDATE if changes_first_argument(func) else Kind.ENTRIES
+    return Kind.ENTRIES if func.__name__.endswith("_like") or func in NEW else Kind.OTHER
+
+
 class RankPart(Tensor):
     """A parameter of a tensor-parallel layer, its gradient or a state of it: other ranks hold other entries
     (`holders`). Or a gradient whose parameters' neighbours other ranks hold (None).
@@ -98,20 +131,27 @@ class RankPart(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = dict(kwargs or {})
-        if func in NORMS:
-            return _norms(func, args, options)
-        if func in SUMS:
+        options = kwargs or {}
+        kind = _kind_of(func)
+        if kind is Kind.NORM:
+            return _norms(func, args, dict(options))
+        if kind is Kind.SUM:
             return _total(func, args, options)
-        if func == GRADIENT:
+        if kind is Kind.GRADIENT:
             return _gradient_of(args[0])
-        if func in STATISTICS or is_product(func):
+        if kind is Kind.STATISTIC:
             _reject_statistics(func, (args, options))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **options)
+        if kind is Kind.READ:
+            return result
+        if kind is Kind.UPDATE:
+            if not isinstance(args[0], RankPart):  # a list of states, or one that is not marked yet
+                _adopt_states(args)
+            return result
         if func is FINITE_CHECK:
             _agree_on_finite(args[0], found=args[1])
-        return _marked(func, args, result)
+        return _marked(args, result, is_alike=kind is Kind.ENTRIES)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = plain(self.detach()).clone()
@@ -157,20 +197,18 @@ def _gradient_of(param: RankPart) -> Tensor | None:
     return gradient
 
 
-def _marked(func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
+def _marked(args: Sequence[Any], result: Any, *, is_alike: bool) -> Any:
     """The result of a function of parts: a part, too, where it has no graph, and was computed entry by entry
-    or is in the same memory.
+    (`is_alike`) or is in the same memory.
     """
-    if is_local_read(func) and func != DATA:
-        return result
+    if is_alike and isinstance(result, (tuple, list)):  # of lists, one tensor for each parameter
+        return [
+            _marked(of, each, is_alike=True)
+            for *of, each in zip(*_lists(args), result, strict=True)
+        ]
     source = next((each for each in tensors_in(args) if isinstance(each, RankPart)), None)
     if source is None or source.holders is None:
         return result
-    if changes_first_argument(func) and is_elementwise(func):
-        _adopt_states(args)
-    is_alike = is_elementwise(func) or func.__name__.endswith("_like") or func in NEW
-    if is_alike and isinstance(result, (tuple, list)):  # of lists, one tensor for each parameter
-        return [_marked(func, [of], each) for of, each in zip(args[0], result, strict=True)]
 
     def mark(tensor: Tensor) -> Tensor:
         if isinstance(tensor, RankPart) or tensor.requires_grad or not tensor.is_floating_point():
@@ -187,22 +225,24 @@ def _marked(func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
         return map_leaves(result, Tensor, mark)
 
 
+def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
+    return [each for each in args if isinstance(each, (tuple, list))]
+
+
 def _adopt_states(args: Sequence[Any]) -> None:
     """Make states of an optimizer parts, in place, where it has added a part of their shape: those that were
     loaded from a file, or made as `torch.zeros(param.shape)`.
     """
-    states = args[0] if isinstance(args[0], (tuple, list)) else [args[0]]
-    for other in args[1:]:
-        sources = other if isinstance(other, (tuple, list)) else [other]
-        for state, source in zip(states, sources, strict=False):
-            if not isinstance(source, RankPart) or source.holders is None:
-                continue
-            with torch._C.DisableTorchFunctionSubclass():
-                is_state = type(state) is Tensor and state.shape == source.shape
-            if is_state and not state.requires_grad:
-                state.__class__ = RankPart  # the optimizer holds this object
-                state.holders = source.holders
-                state.is_view = source.is_view
+    states, *others = _lists(args) or [[each] for each in args]
+    for other in others:
+        for state, source in zip(states, other, strict=False):
+            if type(state) is Tensor and isinstance(source, RankPart) and not state.requires_grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    has_shape = state.shape == source.shape
+                if has_shape and source.holders is not None:
+                    state.__class__ = RankPart  # the optimizer holds this object
+                    cast("RankPart", state).holders = source.holders
+                    cast("RankPart", state).is_view = source.is_view
 
 
 def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -226,7 +266,7 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
     return norms if func is FOREACH_NORM else norms[0]
 
 
-def _total(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+def _total(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """The sum or mean over the ranks that hold the entries; with a graph that of this rank's part, which has
     the same gradients. Rejected for some dims, where ranks share them.
     """
