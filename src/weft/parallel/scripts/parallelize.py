@@ -9,9 +9,9 @@ from torch import nn
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
-from weft.core.model_config import AxisTable
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch
+from weft.models.user_model import UserTable
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.model.parallelize import parallelize as parallelize_chain
 from weft.parallel.tensor.plain_modules import shard_modules
@@ -22,7 +22,7 @@ from weft.parallel.tensor.sequence import SequenceParallel
 def parallelize(
     model: nn.Module,
     plan: Comm,
-    comm: AxisTable,
+    comm: UserTable,
     /,
     *,
     axis: Axis = ...,
@@ -37,7 +37,7 @@ def parallelize(
     plan: Comm,
     /,
     *,
-    axes: AxisTable,
+    axes: UserTable,
     axis: Axis = ...,
     gathered: Sequence[str] = ...,
     sequence: SequenceParallel | None = ...,
@@ -50,7 +50,7 @@ def parallelize(
     plan: Plan,
     comm: Comm,
     *,
-    axes: AxisTable | None = None,
+    axes: UserTable | None = None,
     ties: Mapping[str, str] | None = None,
     example: Batch | None = None,
 ) -> ParallelModel: ...
@@ -59,9 +59,9 @@ def parallelize(
 def parallelize(
     model: Any,
     plan: Plan | Comm,
-    comm: Comm | AxisTable | None = None,
+    comm: Comm | UserTable | None = None,
     *,
-    axes: AxisTable | None = None,
+    axes: Any = None,
     **options: Any,
 ) -> nn.Module | ParallelModel:
     """Shard a model over ranks.

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
-from weft.core.model_config import AxisTable, logical_axes
+from weft.core.model_config import match_row
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import Fault, PlanError
+from weft.models.user_model import UserTable
 from weft.parallel.autograd.rank_part import holders_of
 from weft.parallel.model.chain import replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,7 +27,7 @@ ShardedLayer = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
 def shard_modules(
     module: nn.Module,
     comm: Comm,
-    axes: AxisTable,
+    axes: UserTable,
     *,
     axis: Axis = AXIS,
     gathered: Sequence[str] = (),
@@ -91,14 +92,14 @@ def _check_tied(module: nn.Module, ties: Collection[int]) -> None:
 
 
 def _layers(
-    module: nn.Module, table: AxisTable
-) -> list[tuple[str, nn.Module, tuple[DimAxis, ...]]]:
+    module: nn.Module, table: UserTable
+) -> list[tuple[str, nn.Module, tuple[DimAxis | None, ...]]]:
     """(path, layer, axes of the dims of its weight) of each layer to be sharded.
 
     Raises:
         PlanError: an axis of a parameter that is no weight or bias of a linear or an embedding.
     """
-    found: list[tuple[str, nn.Module, tuple[DimAxis, ...]]] = []
+    found: list[tuple[str, nn.Module, tuple[DimAxis | None, ...]]] = []
     for path, layer in module.named_modules():
         for key, param in layer.named_parameters(recurse=False):
             name = f"{path}.{key}".lstrip(".")
@@ -114,10 +115,10 @@ def _layers(
     return found
 
 
-def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
+def _dims(name: str, param: Tensor, table: UserTable) -> tuple[DimAxis | None, ...]:
     if not any(fnmatchcase(name, pattern) for pattern in table):
         return ()
-    dims = logical_axes(name, table)
+    dims = match_row(name, table, title="AXES")
     if len(dims) != param.dim():
         fault = Fault(
             f"axes: {name}",
@@ -133,7 +134,7 @@ def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
 def _sharded(
     path: str,
     layer: nn.Module,
-    dims: tuple[DimAxis, ...],
+    dims: tuple[DimAxis | None, ...],
     *,
     comm: Comm,
     axis: Axis,
@@ -169,7 +170,7 @@ def _sharded(
     return new.train(layer.training)
 
 
-def _parts(path: str, dim: DimAxis, length: int, *, num_ranks: int) -> tuple[int, ...]:
+def _parts(path: str, dim: DimAxis | None, length: int, *, num_ranks: int) -> tuple[int, ...]:
     """Lengths of the projections of a dim, each of which is sharded separately; none of a plain one.
 
     Raises:
