@@ -160,6 +160,66 @@ def test_a_sharded_optimizer_takes_the_norms_of_whole_layers(make: Make) -> None
     run_ranks("dp2 tp2", rank)
 
 
+TOTALS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda p: p.sum(),
+    "sum of squares": lambda p: torch.sum(p.pow(2), dtype=torch.float64),
+    "mean": lambda p: p.data.mean(),
+    "norm": lambda p: p.norm(),
+    "norm 1": lambda p: torch.norm(p, 1),
+    "largest": lambda p: p.abs().max(),
+    "smallest": lambda p: torch.amin(p * 3 - 1),
+    "norm inf": lambda p: torch.linalg.vector_norm(p, float("inf")),
+    "frobenius": lambda p: torch.linalg.norm(p),
+    "of a view": lambda p: p.view(-1).norm() + p.flatten().unsqueeze(0).sum(),
+    "any": lambda p: (p > 0.99).any(),
+    "all": lambda p: (p > -0.99).all(),
+    "not finite": lambda p: torch.isnan(p / (p - p.max())).any(),
+    "count": lambda p: (p > 0).sum(),
+    "nonzero": lambda p: torch.count_nonzero(p),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_reduction_to_one_entry_is_that_of_the_whole_weight(name: str) -> None:
+    reduced = TOTALS[name]
+
+    def rank(comm: Comm) -> None:
+        net: Any = weft.parallelize(Mlp(), comm, axes=AXES)
+        whole: Any = Mlp()
+        with torch.no_grad():
+            for mine, theirs in ((net.up, whole.up), (net.down, whole.down)):
+                torch.testing.assert_close(reduced(mine.weight), reduced(theirs.weight))
+
+    run_ranks("tp2", rank)
+
+
+STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "variance": lambda p: p.var(),
+    "sum of rows": lambda p: p.sum(dim=1),
+    "mean by axis": lambda p: p.mean(axis=1),
+    "spectral norm": lambda p: torch.linalg.norm(p, 2),
+    "nuclear norm": lambda p: torch.norm(p, "nuc"),
+    "rows that keep dims": lambda p: torch.norm(p, dim=1, keepdim=True),
+    "norm of a transpose": lambda p: p.T.norm(dim=0),
+    "product": lambda p: p.T @ p,
+    "norm of several": lambda p: torch.cat([p.view(-1), torch.ones(3, dtype=p.dtype)]).norm(),
+    "norm of some": lambda p: p[:1].norm(),
+    "product of several": lambda p: torch.cat([p.view(-1)]).dot(torch.cat([p.view(-1)])),
+    "median": lambda p: p.median(),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_other_statistics_are_one_line(name: str) -> None:
+    def rank(comm: Comm) -> None:
+        net: Any = weft.parallelize(Mlp(), comm, axes=AXES)
+        with torch.no_grad():
+            STATISTICS[name](net.down.weight)
+
+    with pytest.raises(PlanError, match=r"of a weight of which each rank along tp has a part"):
+        run_ranks("tp2", rank)
+
+
 def muon(params: Iterable[Any]) -> Optimizer:
     return torch.optim.Muon([each for each in params if each.ndim == 2])
 
@@ -168,7 +228,18 @@ def orthogonal(params: Iterable[Any]) -> Optimizer:
     return Orthogonal([each for each in params if each.ndim == 2])
 
 
-@pytest.mark.parametrize("make", [orthogonal, muon, torch.optim.Adafactor, RowMeans])
+def lbfgs(params: Iterable[Any]) -> Optimizer:
+    return WithClosure(params)
+
+
+class WithClosure(torch.optim.LBFGS):
+    """LBFGS, in a loop that has no closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("make", [orthogonal, muon, lbfgs, torch.optim.Adafactor, RowMeans])
 @pytest.mark.parametrize(("mesh", "wrap"), WRAPS)
 def test_products_and_statistics_of_rows_are_one_line(make: Make, mesh: str, wrap: Wrap) -> None:
     def rank(comm: Comm) -> None:

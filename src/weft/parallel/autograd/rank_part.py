@@ -32,11 +32,23 @@ FOREACH_NORM = torch._foreach_norm
 NORMS = frozenset(
     {FOREACH_NORM, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 )
-SUMS = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
+MEANS = frozenset({torch.mean, Tensor.mean})
+REDUCTIONS: dict[Any, Reduce] = {
+    **dict.fromkeys((torch.sum, Tensor.sum, *MEANS), "sum"),
+    **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
+    **dict.fromkeys((torch.max, Tensor.max, torch.amax, Tensor.amax), "max"),
+    **dict.fromkeys((torch.min, Tensor.min, torch.amin, Tensor.amin), "min"),
+    **dict.fromkeys((torch.any, Tensor.any), "max"),
+    **dict.fromkeys((torch.all, Tensor.all), "min"),
+}
+"""Reduction of a tensor to one entry -> how those of the ranks are combined."""
 DATA = cast("Any", Tensor).data.__get__
 GRADIENT = cast("Any", Tensor).grad.__get__
 NEW = frozenset({Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty})
-STATISTICS = frozenset({torch.var, Tensor.var, torch.std, Tensor.std})
+STATISTICS = frozenset(
+    {torch.var, Tensor.var, torch.std, Tensor.std, torch.prod, Tensor.prod}
+    | {torch.median, Tensor.median, torch.quantile, Tensor.quantile}
+)
 FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp.GradScaler calls: whether an entry is not finite, for the tensors it gets."""
 
@@ -78,22 +90,32 @@ class Kind(Enum):
     """What a function does with parts."""
 
     NORM = auto()
-    SUM = auto()
+    REDUCTION = auto()
     GRADIENT = auto()
     STATISTIC = auto()  # of rows, or a product
-    READ = auto()  # of no values
+    READ = auto()  # of no values, or by a layer
     UPDATE = auto()  # of each entry of the first argument
     ENTRIES = auto()  # of each entry, in new memory
     OTHER = auto()
 
 
+class Form(Enum):
+    """Which entries of a parameter a part has."""
+
+    PARAM = auto()  # all of this rank, in the dims of the parameter
+    VIEW = auto()  # all of this rank, in other dims
+    MIXED = auto()  # some of them, or of several parameters
+
+
 @cache
 def _kind_of(func: Callable[..., Any]) -> Kind:
     """What a function does with parts: called for each call of an optimizer."""
+    if isinstance(func, torch._ops.OperatorBase):
+        return Kind.READ  # a compiled layer computes with the parameter itself
     if func in NORMS:
         return Kind.NORM
-    if func in SUMS:
-        return Kind.SUM
+    if func in REDUCTIONS:
+        return Kind.REDUCTION
     if func == GRADIENT:
         return Kind.GRADIENT
     if func in STATISTICS or is_product(func):
@@ -121,7 +143,7 @@ class RankPart(Tensor):
     """
 
     holders: Holders | None = None
-    is_view: bool = False  # whose dims are not those of the parameter
+    form: Form = Form.PARAM
 
     @classmethod
     def __torch_function__(
@@ -135,8 +157,8 @@ class RankPart(Tensor):
         kind = _kind_of(func)
         if kind is Kind.NORM:
             return _norms(func, args, dict(options))
-        if kind is Kind.SUM:
-            return _total(func, args, options)
+        if kind is Kind.REDUCTION:
+            return _reduced(func, args, options)
         if kind is Kind.GRADIENT:
             return _gradient_of(args[0])
         if kind is Kind.STATISTIC:
@@ -178,12 +200,12 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)  # compilers do not trace `as_subclass`
 
 
-def part_of(tensor: Tensor, holders: Holders | None, *, is_view: bool = False) -> RankPart:
+def part_of(tensor: Tensor, holders: Holders | None, form: Form = Form.PARAM) -> RankPart:
     """The same memory as a `RankPart`."""
     with torch._C.DisableTorchFunctionSubclass():
         part = tensor.as_subclass(RankPart)
     part.holders = holders
-    part.is_view = is_view
+    part.form = form
     return part
 
 
@@ -211,15 +233,19 @@ def _marked(args: Sequence[Any], result: Any, *, is_alike: bool) -> Any:
         return result
 
     def mark(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, RankPart) or tensor.requires_grad or not tensor.is_floating_point():
+        has_graph = tensor.requires_grad and torch.is_grad_enabled()  # views require it without one
+        if isinstance(tensor, RankPart) or has_graph:
             return tensor
         has_shape = tensor.shape == source.shape and tensor.dim() > 0
-        if is_alike and has_shape:
-            return part_of(tensor, source.holders, is_view=source.is_view)
+        if is_alike:
+            return part_of(tensor, source.holders, source.form) if has_shape else tensor
         if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
-            return tensor
+            is_joined = bool(_lists(args)) and tensor.is_floating_point() and tensor.dim() > 0
+            return part_of(tensor, source.holders, Form.MIXED) if is_joined else tensor
+        if source.form is Form.MIXED or tensor.numel() != source.numel():
+            return part_of(tensor, source.holders, Form.MIXED)
         is_same = has_shape and tensor.stride() == source.stride()
-        return part_of(tensor, source.holders, is_view=source.is_view or not is_same)
+        return part_of(tensor, source.holders, source.form if is_same else Form.VIEW)
 
     with torch._C.DisableTorchFunctionSubclass():
         return map_leaves(result, Tensor, mark)
@@ -242,15 +268,19 @@ def _adopt_states(args: Sequence[Any]) -> None:
                 if has_shape and source.holders is not None:
                     state.__class__ = RankPart  # the optimizer holds this object
                     cast("RankPart", state).holders = source.holders
-                    cast("RankPart", state).is_view = source.is_view
+                    cast("RankPart", state).form = source.form
 
 
 def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
     """The norm over the ranks that hold the entries, of a part or of each of several."""
     given, *rest = args
-    order = rest.pop(0) if rest else options.pop("ord", options.pop("p", 2.0))
+    order = rest.pop(0) if rest else options.pop("ord", options.pop("p", None))
+    has_order = order not in ("fro", None)
+    if order == "nuc":
+        _reject_statistics(func, given)
     order = 2.0 if order in (None, "fro") else float(order)
     dims = rest[0] if rest else options.get("dim")
+    is_of_matrix = func is torch.linalg.norm and has_order
     keeps_dims = bool(rest[1] if len(rest) > 1 else options.get("keepdim"))
     parts = list(given) if func is FOREACH_NORM else [given]
     norms: list[Tensor] = []
@@ -259,32 +289,44 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
         with torch._C.DisableTorchFunctionSubclass():
             local = torch.linalg.vector_norm(part, order, *rest, **options)
         if holders is not None and _is_reduced(part, dims):
-            if keeps_dims or (part.is_view and _names_dims(dims)):
-                _reject(func, holders)  # they go on to the mean of a row
+            is_row = keeps_dims or (part.form is Form.VIEW and _names_dims(dims))
+            if is_row or part.form is Form.MIXED or (is_of_matrix and part.dim() > 1):
+                _reject(func, holders)  # what keeps dims goes on to the mean of a row
             local = _norm_over(holders, local, order)
         norms.append(local)
     return norms if func is FOREACH_NORM else norms[0]
 
 
-def _total(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """The sum or mean over the ranks that hold the entries; with a graph that of this rank's part, which has
-    the same gradients. Rejected for some dims, where ranks share them.
+def _reduced(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """A sum, mean or extreme over the ranks that hold the entries; with a graph that of this rank's part,
+    whose gradients are those of its entries. Rejected for some dims, where ranks share them.
     """
     part, *rest = args
-    holders = part.holders if isinstance(part, RankPart) else None
-    dims = rest[0] if rest else options.get("dim")
-    with torch._C.DisableTorchFunctionSubclass():
-        local = func(*args, **options)
-    if holders is None or local.requires_grad or not _is_reduced(part, dims):
-        return local
-    if _names_dims(dims):
+    named = (options[key] for key in ("dim", "axis", "other") if key in options)
+    dims = rest[0] if rest else next(named, None)
+    if not isinstance(part, RankPart) or isinstance(dims, Tensor):  # the larger of two entries
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **options)
+        return _marked(args, result, is_alike=True)
+    values, holders = plain(part), part.holders
+    if holders is None or not _is_reduced(part, dims):
+        return func(values, *rest, **options)
+    if _names_dims(dims) or part.form is Form.MIXED:
         _reject(func, holders)
-    if func in (torch.sum, Tensor.sum):
-        return holders.comm.all_reduce(local, holders.axes)
-    values = plain(part).to(local.dtype)
-    counted = torch.stack([values.sum(), values.new_tensor(values.numel())])
-    total, count = holders.comm.all_reduce(counted, holders.axes).unbind()
-    return total / count
+    op = REDUCTIONS[func]
+    if op in ("max", "min") and not values.numel():
+        bound = float("-inf") if op == "max" else float("inf")
+        values = torch.nan_to_num(values.new_full((1,), bound))  # no entry is below, or above
+    local: Tensor = func(values, *rest, **options)
+    if local.requires_grad:
+        return local
+    if func in MEANS:
+        counted = torch.stack([values.sum(dtype=local.dtype), local.new_tensor(values.numel())])
+        total, count = holders.comm.all_reduce(counted, holders.axes).unbind()
+        return total / count
+    if local.dtype != torch.bool:
+        return holders.comm.all_reduce(local, holders.axes, op=op)
+    return holders.comm.all_reduce(local.int(), holders.axes, op=op).bool()
 
 
 def _names_dims(dims: Any) -> bool:
@@ -297,7 +339,7 @@ def _is_reduced(part: RankPart, dims: Any) -> bool:
     """
     if part.holders is None:
         return False
-    if not _names_dims(dims) or part.is_view:
+    if not _names_dims(dims) or part.form is not Form.PARAM:
         return True
     several = dims if isinstance(dims, (tuple, list)) else (dims,)
     return any(each % part.dim() == part.holders.dim for each in several)

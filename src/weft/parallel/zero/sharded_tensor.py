@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.rank_part import part_of
+from weft.parallel.autograd.rank_part import Form, part_of
 from weft.parallel.autograd.tensor_functions import (
     changes_first_argument,
     is_elementwise,
@@ -233,7 +233,7 @@ class GatheredView(Tensor):
 def _as_part(view: GatheredView) -> Tensor:
     """The same memory as a part, where a tensor-parallel layer has the parameter."""
     holders = view.gathering.holders
-    return view if holders is None else part_of(view, holders, is_view=True)
+    return view if holders is None else part_of(view, holders, Form.VIEW)
 
 
 def run_plainly(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
