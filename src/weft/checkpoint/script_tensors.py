@@ -16,7 +16,7 @@ from weft.core.axes import Box
 from weft.core.mesh import axis_names
 from weft.core.shard import Shard
 from weft.errors import CheckpointError, Fault
-from weft.parallel.autograd.rank_part import Holders, holders_of
+from weft.parallel.autograd.rank_part import Holders, holders_of, plain
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.parallel.pp import AXIS as PP
@@ -202,6 +202,7 @@ def _state_of(
         like: a tensor whose layer shards it alike.
     """
     shape, shard, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
+    tensor = plain(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
         shape, shard = (*shape, 2), _with_pairs(shard)
