@@ -70,9 +70,9 @@ def held_by(model: nn.Module) -> Held:
             what = "is a state that is no tensor"
             fix = "pass it in values, and leave it out of the state dict"
             raise CheckpointError(Fault(key, what, got=type(value).__name__, fix=fix))
-        for wrapped, plain in reversed(prefixes):
+        for wrapped, unwrapped in reversed(prefixes):
             if key.startswith(wrapped):
-                key = plain + key.removeprefix(wrapped)
+                key = unwrapped + key.removeprefix(wrapped)
         tensors[key] = value
     return Held(tensors, _buffers_of(tensors))
 

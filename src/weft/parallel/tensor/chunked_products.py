@@ -40,7 +40,7 @@ def gathered_products(
     num_ranks = comm.degree(axis)
     x_nBsD = x_BsD.new_empty((num_ranks, *x_BsD.shape))
     parts = x_nBsD.unbind()
-    parts[comm.index(axis)].copy_(x_BsD)
+    parts[comm.index(axis)].copy_(x_BsD)  # hops send from and receive into this memory alone
     batch, length, _ = x_BsD.shape
     outputs = [x_BsD.new_empty(batch, num_ranks * length, each.shape[1]) for each in matrices]
     parts_of_outputs = [y_BSO.split(length, 1) for y_BSO in outputs]
@@ -58,8 +58,8 @@ def _arriving(parts: Sequence[Tensor], comm: Comm, axis: Axis) -> Iterator[int]:
     places = [(index - turn) % num_ranks for turn in range(num_ranks)]
     for place, next_place in pairwise(places):
         hop = start_hop(comm, axis, parts[place], parts[next_place])
-        yield place
-        hop.wait()
+        yield place  # the caller multiplies while the hop is under way
+        hop.wait()  # before `parts[next_place]` is read, and sent on in the next turn
     yield places[-1]
 
 
@@ -110,10 +110,11 @@ def scattered_product(x_BSI: Tensor, matrix_IO: Tensor, comm: Comm, axis: Axis) 
     parts = x_BSI.chunk(num_ranks, 1)
     hop = None
     for turn in range(num_ranks):
+        # this sum is sent on num_ranks - 1 - turn times, and is whole at the rank that keeps the part
         part_BsI = parts[(index - 1 - turn) % num_ranks]
         total = torch.bmm(part_BsI, matrix_IO.expand(len(part_BsI), -1, -1))
         if hop is not None:
-            total += hop.wait()
+            total += hop.wait()  # what was sent in the turn before is free again, too
         if turn < num_ranks - 1:
             hop = start_hop(comm, axis, total, torch.empty_like(total))
     return total

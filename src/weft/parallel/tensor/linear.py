@@ -105,7 +105,7 @@ class ColumnParallelLinear(MarkedLayer):
             x, deferred = self.entries.read(x, self, multiplies=True)
             y = linear(x, deferred, bias, product_of(self))
         elif self.deferred is not None:
-            # the region's entry, at a `RegionInput`, has set it for this forward
+            # the region's entry, at a `RegionInput`, has set it for this forward, and it is used once
             y = linear(x, self.deferred, bias, product_of(self))
             self.deferred = None
         else:
@@ -187,6 +187,7 @@ class RowParallelLinear(MarkedLayer):
         _reset(self)
         self.mark(("weight",), holders)
         if degree > 1 and self.bias is not None and not self.bias.is_meta:
+            # whole, and drawn from each rank's own generator above
             comm.broadcast_(self.bias.data, axis, root=0)
 
     @classmethod

@@ -115,6 +115,7 @@ class Region:
         if not self.overlaps or torch.compiler.is_dynamo_compiling():
             return self._entered(x), tuple(DeferredWeight(weight) for weight in weights)
         grad = AsyncInputGrad()
+        # The order of these nodes decides what overlaps in the backward: see Note [Region order].
         x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
         deferred = tuple(DeferredWeight(autocast(weight)) for weight in weights)
         if active_split_backward() is None:
@@ -282,13 +283,13 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         region: Region = ctx.region
         comm = region.comm
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # a graph of this backward is recorded: no work in flight
             work = Work.done(region.leave(dx))
         elif region.sequence_parallel:
             work = comm.start_reduce_scatter(dx, region.axis, dim=region.dim)
         else:
             work = comm.start_all_reduce(dx, region.axis)
-        ctx.grad.work = work
+        ctx.grad.work = work  # `_Wait` yields its result; what flows there from here has no memory
         placeholder = _placeholder(dx, ctx.shape)
         return placeholder, None, None, None
 

@@ -72,6 +72,7 @@ def transform(
     dropout.add(regions.findings.dropout)
     made: dict[int, nn.Module] = {}
     for name, block in blocks.items():
+        # by identity: `_make_parallel` replaces modules in place, so a block must not be made twice
         key = id(block)
         if key not in made:  # a block may be used twice
             first_name = regions.first_names[name]
@@ -214,11 +215,13 @@ def _trace(
         last = trace(of_last, degree - 1, whole)
         for path, widths in findings.statistics.items():
             of_last_rank = last.statistics.get(path, ())
+            # a mean of means needs parts of equal lengths: `Width` takes the size from this rank's part
             if any(widths) and of_last_rank != widths:
                 what = "is a norm over a width of which ranks along tp have parts of other lengths"
                 raise PlanError(Fault(path, what, got=f"{widths}, {of_last_rank}"))
         if last.whole == whole:
             return findings
+        # a block may work on whole sequences for the shapes of the last rank alone; both ranks must then
         findings = trace(of_first, 0, last.whole)
 
 
@@ -350,6 +353,7 @@ def _make_parallel(
     }
     _make_regions(block, modules, columns, region, readers)
     _share_entries(name, block, entries, columns, findings)
+    # tokens are looked up whole and their sum is scattered; positions are added after that
     if modules.embeddings and region.sequence_parallel:
         learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
         if learns_positions:

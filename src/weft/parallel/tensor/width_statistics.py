@@ -74,14 +74,16 @@ def compute_over_ranks(module: nn.Module, widths: Sequence[int], region: Region)
 def _mean(
     width: Width, x: Tensor, _dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    found = width.mean(x if dtype is None else x.to(dtype))
+    wide = _wide(x) if dtype is None else x.to(dtype)
+    found = width.mean(wide).to(dtype or x.dtype)
     return found if keepdim else found.squeeze(-1)
 
 
 def _sum(
     width: Width, x: Tensor, _dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    found = width.total(x if dtype is None else x.to(dtype))
+    wide = _wide(x) if dtype is None else x.to(dtype)
+    found = width.total(wide).to(dtype or x.dtype)
     return found if keepdim else found.squeeze(-1)
 
 
@@ -96,8 +98,9 @@ def _var(
 ) -> Tensor:
     if correction is None:
         correction = int(unbiased)
-    squares = (x - width.mean(x)).square()
-    found = width.total(squares) / (width.size - correction)
+    wide = _wide(x)
+    squares = (wide - width.mean(wide)).square()
+    found = (width.total(squares) / (width.size - correction)).to(x.dtype)
     return found if keepdim else found.squeeze(-1)
 
 
@@ -127,7 +130,7 @@ def _layer_norm(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The type in which torch's norms compute."""
+    """The type in which torch's norms and sums compute, so that sums of ranks are not rounded before they are added."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
