@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import weft
 from tests.parallel.test_as_torch import Lamb, OldStyle, Orthogonal
 from weft.comm.comm import Comm
+from weft.core.shard import Stacked
 from weft.errors import PlanError
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
@@ -147,17 +148,38 @@ def test_norms_and_sums_are_those_of_whole_layers(make: Make, mesh: str, wrap: W
     run_ranks(mesh, rank)
 
 
-@pytest.mark.parametrize("make", [adamw, Lamb])
-def test_a_sharded_optimizer_takes_the_norms_of_whole_layers(make: Make) -> None:
+def matrices(net: nn.Module) -> list[nn.Parameter]:
+    return [param for param in net.parameters() if param.ndim == 2]
+
+
+def torch_muon(params: Iterable[Any]) -> Optimizer:
+    return torch.optim.Muon(params, lr=0.05)
+
+
+@pytest.mark.parametrize(
+    "make", [adamw, Lamb, torch_muon, torch.optim.Adafactor, RowMeans, MeanSquares]
+)
+@pytest.mark.parametrize(("mesh", "wrap"), WRAPS[:2])
+def test_the_optimizer_in_a_sharded_one_sees_whole_layers(
+    make: Make, mesh: str, wrap: Wrap
+) -> None:
+    """Muon orthogonalises whole matrices in bfloat16, whose norm is added in float32."""
     expected = Mlp()
-    train(expected, make(expected.parameters()))
+    params = matrices(expected) if make is torch_muon else expected.parameters()
+    train(expected, make(params))
 
     def rank(comm: Comm) -> None:
-        net = DistributedDataParallel(weft.parallelize(Mlp(), comm, axes=AXES), comm)
-        train(net, ShardedOptimizer(net.parameters(), make, comm), own_batch(comm))
+        net = wrap(weft.parallelize(Mlp(), comm, axes=AXES), comm)
+        params = matrices(net) if make is torch_muon else net.parameters()
+        optimizer = ShardedOptimizer(params, make, comm)
+        train(net, optimizer, own_batch(comm))
         torch.testing.assert_close(net(X), expected(X), rtol=1e-10, atol=1e-12)
+        before = optimizer.full_state_dict()
+        optimizer.load_full_state_dict(before)
+        for key, value in optimizer.full_state_dict()["state"].items():
+            torch.testing.assert_close(value, before["state"][key], rtol=0, atol=0)
 
-    run_ranks("dp2 tp2", rank)
+    run_ranks(mesh, rank)
 
 
 TOTALS: dict[str, Callable[[Any], Any]] = {
@@ -218,6 +240,37 @@ def test_other_statistics_are_one_line(name: str) -> None:
 
     with pytest.raises(PlanError, match=r"of a weight of which each rank along tp has a part"):
         run_ranks("tp2", rank)
+
+
+class Fused(nn.Module):
+    """Gate and up projection in one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(5, 12, dtype=torch.float64)
+        self.down = nn.Linear(6, 5, dtype=torch.float64)
+        with torch.no_grad():
+            for number, param in enumerate(self.parameters()):
+                entries = torch.arange(param.numel(), dtype=torch.float64)
+                param.copy_((entries * (number + 1.3)).cos().view_as(param))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        y: Tensor = self.down(torch.tanh(gate) * up)
+        return y
+
+
+def test_fused_projections_are_whole_in_a_sharded_optimizer() -> None:
+    axes = {"both.weight": (Stacked(("ffn", 6), ("ffn", 6)), None), "down.weight": (None, "ffn")}
+    expected = Fused()
+    train(expected, torch.optim.Adafactor(expected.parameters(), lr=0.1))
+
+    def rank(comm: Comm) -> None:
+        net = weft.parallelize(Fused(), comm, axes=axes)
+        train(net, ShardedOptimizer(net.parameters(), torch.optim.Adafactor, comm, lr=0.1))
+        torch.testing.assert_close(net(X), expected(X), rtol=1e-10, atol=1e-12)
+
+    run_ranks("tp2", rank)
 
 
 def muon(params: Iterable[Any]) -> Optimizer:

@@ -178,7 +178,8 @@ def optimizer_state(
         CheckpointError: of a parameter of which other ranks hold other entries, and of another shape.
     """
     holders = holders_of(param)
-    is_alike = value.shape == param.shape and key != "step"
+    shape = value.entries.shape if isinstance(value, ShardedTensor) else value.shape
+    is_alike = shape == param.shape and key != "step"
     if holders is not None and not is_alike and value.numel() > 1:
         fault = Fault(
             f"{OPTIMIZER}/{key}/{name}",
@@ -201,7 +202,8 @@ def _state_of(
         axes: mesh axes along which ranks hold other tensors.
         like: a tensor whose layer shards it alike.
     """
-    shape, shard, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
+    own_shape = tensor.entries.shape if isinstance(tensor, ShardedTensor) else tuple(tensor.shape)
+    shape, shard, shard_axes = _whole(own_shape, holders_of(like))
     tensor = plain(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

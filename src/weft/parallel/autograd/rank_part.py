@@ -17,11 +17,13 @@ from torch.utils._foreach_utils import _foreach_supported_types as types_of_clip
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Reduce
-from weft.core.axes import span
+from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tensor_functions import (
     changes_first_argument,
+    in_type_of,
+    in_wide_type,
     is_elementwise,
     is_local_read,
     is_product,
@@ -80,13 +82,34 @@ class Holders(NamedTuple):
             offset += part
         return tuple(found)
 
+    def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole parameter, of that of this rank's part."""
+        return (*own[: self.dim], self.length, *own[self.dim + 1 :])
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's entries of the whole parameter."""
+        spans = [whole.narrow(self.dim, start, stop - start) for start, stop in self.spans]
+        return spans[0] if len(spans) == 1 else torch.cat(spans, self.dim)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """The whole parameter, of the entries of every rank; a collective."""
+        degree = self.comm.degree(self.axes)
+        of_parts = own.split(self.own_sizes, self.dim)
+        whole = [
+            self.comm.all_gather(
+                each.contiguous(), self.axes, dim=self.dim, sizes=span_sizes(part, degree)
+            )
+            for part, each in zip(self.parts, of_parts, strict=True)
+        ]
+        return whole[0] if len(whole) == 1 else torch.cat(whole, self.dim)
+
     @property
     def own_sizes(self) -> tuple[int, ...]:
         """Entries of each part that this rank holds."""
         return tuple(stop - start for start, stop in self.spans)
 
 
-class Kind(Enum):
+class FunctionKind(Enum):
     """What a function does with parts."""
 
     NORM = auto()
@@ -108,23 +131,27 @@ class Form(Enum):
 
 
 @cache
-def _kind_of(func: Callable[..., Any]) -> Kind:
+def _kind_of(func: Callable[..., Any]) -> FunctionKind:
     """What a function does with parts: called for each call of an optimizer."""
     if isinstance(func, torch._ops.OperatorBase):
-        return Kind.READ  # a compiled layer computes with the parameter itself
+        return FunctionKind.READ  # a compiled layer computes with the parameter itself
     if func in NORMS:
-        return Kind.NORM
+        return FunctionKind.NORM
     if func in REDUCTIONS:
-        return Kind.REDUCTION
+        return FunctionKind.REDUCTION
     if func == GRADIENT:
-        return Kind.GRADIENT
+        return FunctionKind.GRADIENT
     if func in STATISTICS or is_product(func):
-        return Kind.STATISTIC
+        return FunctionKind.STATISTIC
     if is_local_read(func):
-        return Kind.OTHER if func == DATA else Kind.READ
+        return FunctionKind.OTHER if func == DATA else FunctionKind.READ
     if is_elementwise(func) and func is not FINITE_CHECK:
-        return Kind.UPDATE if changes_first_argument(func) else Kind.ENTRIES
-    return Kind.ENTRIES if func.__name__.endswith("_like") or func in NEW else Kind.OTHER
+        return FunctionKind.UPDATE if changes_first_argument(func) else FunctionKind.ENTRIES
+    return (
+        FunctionKind.ENTRIES
+        if func.__name__.endswith("_like") or func in NEW
+        else FunctionKind.OTHER
+    )
 
 
 class RankPart(Tensor):
@@ -155,25 +182,25 @@ class RankPart(Tensor):
     ) -> Any:
         options = kwargs or {}
         kind = _kind_of(func)
-        if kind is Kind.NORM:
+        if kind is FunctionKind.NORM:
             return _norms(func, args, dict(options))
-        if kind is Kind.REDUCTION:
+        if kind is FunctionKind.REDUCTION:
             return _reduced(func, args, options)
-        if kind is Kind.GRADIENT:
+        if kind is FunctionKind.GRADIENT:
             return _gradient_of(args[0])
-        if kind is Kind.STATISTIC:
+        if kind is FunctionKind.STATISTIC:
             _reject_statistics(func, (args, options))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **options)
-        if kind is Kind.READ:
+        if kind is FunctionKind.READ:
             return result
-        if kind is Kind.UPDATE:
+        if kind is FunctionKind.UPDATE:
             if not isinstance(args[0], RankPart):  # a list of states, or one that is not marked yet
                 _adopt_states(args)
             return result
         if func is FINITE_CHECK:
             _agree_on_finite(args[0], found=args[1])
-        return _marked(args, result, is_alike=kind is Kind.ENTRIES)
+        return _marked(args, result, is_alike=kind is FunctionKind.ENTRIES)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = plain(self.detach()).clone()
@@ -286,14 +313,15 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
     norms: list[Tensor] = []
     for part in parts:
         holders = _holders_of(part, "torch takes the norm of this rank's part alone")
+        dtype = options.get("dtype")
         with torch._C.DisableTorchFunctionSubclass():
-            local = torch.linalg.vector_norm(part, order, *rest, **options)
+            local = torch.linalg.vector_norm(in_wide_type(part), order, *rest, **options)
         if holders is not None and _is_reduced(part, dims):
             is_row = keeps_dims or (part.form is Form.VIEW and _names_dims(dims))
             if is_row or part.form is Form.MIXED or (is_of_matrix and part.dim() > 1):
                 _reject(func, holders)  # what keeps dims goes on to the mean of a row
             local = _norm_over(holders, local, order)
-        norms.append(local)
+        norms.append(local if dtype else in_type_of(part, local))
     return norms if func is FOREACH_NORM else norms[0]
 
 
@@ -317,15 +345,18 @@ def _reduced(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str
     if op in ("max", "min") and not values.numel():
         bound = float("-inf") if op == "max" else float("inf")
         values = torch.nan_to_num(values.new_full((1,), bound))  # no entry is below, or above
-    local: Tensor = func(values, *rest, **options)
+    wide = in_wide_type(values)
+    local: Tensor = func(wide, *rest, **options)
     if local.requires_grad:
-        return local
+        return func(values, *rest, **options)
     if func in MEANS:
-        counted = torch.stack([values.sum(dtype=local.dtype), local.new_tensor(values.numel())])
+        counted = torch.stack([wide.sum(dtype=local.dtype), local.new_tensor(wide.numel())])
         total, count = holders.comm.all_reduce(counted, holders.axes).unbind()
-        return total / count
+        return total / count if "dtype" in options else in_type_of(values, total / count)
     if local.dtype != torch.bool:
-        return holders.comm.all_reduce(local, holders.axes, op=op)
+        total = holders.comm.all_reduce(local, holders.axes, op=op)
+        is_given = "dtype" in options or not total.is_floating_point()
+        return total if is_given else in_type_of(values, total)
     return holders.comm.all_reduce(local.int(), holders.axes, op=op).bool()
 
 
@@ -361,8 +392,8 @@ def _reject(func: Callable[..., Any], holders: Holders) -> NoReturn:
             "optimizer",
             f"takes {name} of a weight of which each rank along {', '.join(holders.axes)} has a part",
             need="entries by themselves, or norms and sums of all",
-            fix="AdamW, SGD, Lion, LARS or LAMB for sharded layers; leave these weights whole; or weft train, "
-            "which has muon and adafactor on any layout",
+            fix="weft.ShardedOptimizer(net.parameters(), torch.optim.Adafactor, comm), whose optimizer sees whole "
+            "weights",
         )
     )
 

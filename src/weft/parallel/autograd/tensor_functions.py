@@ -75,6 +75,7 @@ OPERATORS = {
 """Names of Python's operators -> of torch's functions, where they differ."""
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Properties that have values."""
+NARROW = (torch.bfloat16, torch.float16)
 LISTS = ("_foreach_", "_fused_")
 """Beginnings of the names of functions of lists of tensors."""
 REDUCTIONS = frozenset({"max", "min", "_foreach_max", "_foreach_norm"})
@@ -120,6 +121,18 @@ def is_elementwise(func: Callable[..., Any]) -> bool:
         return True
     base = _base_name(name)
     return name in SAME_ENTRIES or base in SAME_ENTRIES or _is_pointwise(base)
+
+
+def in_wide_type(values: Tensor) -> Tensor:
+    """Values of 16 bits in float32, in which torch adds them: a rank's sum is not rounded before it is added
+    to others.
+    """
+    return values.float() if values.dtype in NARROW else values
+
+
+def in_type_of(values: Tensor, total: Tensor) -> Tensor:
+    """The total of `in_wide_type(values)` in the type that torch's function of `values` has."""
+    return total.to(values.dtype) if values.dtype in NARROW else total
 
 
 @cache

@@ -77,7 +77,7 @@ def parallelize(
     inputs (`RowParallelLinear`, whose outputs are summed), of dim 0 of an embedding its rows. What
     lies between works on this rank's part of the features: attention on its heads. Parameters that no
     pattern matches stay whole; tied ones stay tied. Optimizers may be elementwise, or read norms and
-    sums of whole layers (LARS, LAMB); products and rows of a layer (Muon, Adafactor) are an error. The
+    sums of whole layers (LARS, LAMB); others (Muon, Adafactor) go into a `ShardedOptimizer`. The
     options are `axis`, the mesh axis ("tp"), `gathered`, paths of linears whose outputs are gathered,
     and `sequence`, a `SequenceParallel`: which modules work on parts of the sequence.
 

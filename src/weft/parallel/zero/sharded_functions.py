@@ -15,6 +15,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as types_of_clip
 
 from weft.comm.transport import Reduce
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.tensor_functions import in_type_of, in_wide_type
 from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.sharded_tensor import (
     SPECIAL,
@@ -45,8 +46,8 @@ def _sum(args: Sequence[Any], options: dict[str, Any]) -> Any:
     if len(args) > 1 or set(options) - {"dtype"}:
         return NotImplemented
     (shard,) = args
-    partial = torch.sum(shard.local, **options)
-    return group_of([shard]).total(partial)
+    total = group_of([shard]).total(torch.sum(in_wide_type(shard.local), **options))
+    return total if options else in_type_of(shard, total)
 
 
 def _mean(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -54,9 +55,10 @@ def _mean(args: Sequence[Any], options: dict[str, Any]) -> Any:
     if len(args) > 1 or options:
         return NotImplemented
     (shard,) = args
-    counted = torch.stack([shard.local.sum(), shard.local.new_tensor(len(shard.local))])
+    local = in_wide_type(shard.local)
+    counted = torch.stack([local.sum(), local.new_tensor(len(local))])
     total, count = group_of([shard]).total(counted).unbind()
-    return total / count
+    return in_type_of(shard, total / count)
 
 
 def _norm(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -96,8 +98,8 @@ def _norm_of(group: ShardGroup, local: Tensor, order: float) -> Tensor:
         return group.comm.all_reduce(partial.detach(), group.all_axes, op=op)
     if order == 0:
         return group.total((local != 0).sum().to(local.dtype))
-    powers = torch.linalg.vector_norm(local, order).pow(order)
-    return group.total(powers).pow(1 / order)
+    powers = torch.linalg.vector_norm(in_wide_type(local), order).pow(order)
+    return in_type_of(local, group.total(powers).pow(1 / order))
 
 
 def _foreach_norm(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -109,14 +111,14 @@ def _foreach_norm(args: Sequence[Any], options: dict[str, Any]) -> Any:
     places: dict[ShardGroup, list[int]] = {}
     norms: list[Tensor] = []
     for place, tensor in enumerate(tensors):
-        norms.append(torch.linalg.vector_norm(local_of(tensor)))
+        norms.append(torch.linalg.vector_norm(in_wide_type(local_of(tensor))))
         if isinstance(tensor, ShardedTensor):
             places.setdefault(group_of([tensor]), []).append(place)
     for group, members in places.items():
         squares = torch.stack([norms[place] for place in members]).square()
         for place, total in zip(members, group.total(squares).sqrt().unbind(), strict=True):
             norms[place] = total
-    return norms
+    return [in_type_of(tensor, norm) for tensor, norm in zip(tensors, norms, strict=True)]
 
 
 def _check_finite(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -145,7 +147,7 @@ def _copy(args: Sequence[Any], options: dict[str, Any]) -> Any:
             _reject_other_shard(source, target)
         source = source.full_tensor()
     if not isinstance(source, ShardedTensor):
-        source = own_entries(source, target.entries)
+        source = own_entries(source, target)
     target.local.copy_(local_of(source))
     return target
 
@@ -181,7 +183,10 @@ def _view_as_real(args: Sequence[Any], options: dict[str, Any]) -> Any:
     (shard,) = args
     entries = shard.entries
     pairs = ShardEntries(
-        (*entries.shape, 2), tuple(2 * start for start in entries.starts), entries.index
+        (*entries.shape, 2),
+        tuple(2 * start for start in entries.starts),
+        entries.index,
+        None if entries.of_layer is None else (*entries.of_layer, 2),
     )
     return ShardedTensor.of(torch.view_as_real(shard.local).view(-1), pairs, shard.group)
 
@@ -192,7 +197,10 @@ def _view_as_complex(args: Sequence[Any], options: dict[str, Any]) -> Any:
     if any(start % 2 for start in pairs.starts):
         return NotImplemented
     entries = ShardEntries(
-        pairs.shape[:-1], tuple(start // 2 for start in pairs.starts), pairs.index
+        pairs.shape[:-1],
+        tuple(start // 2 for start in pairs.starts),
+        pairs.index,
+        None if pairs.of_layer is None else pairs.of_layer[:-1],
     )
     return ShardedTensor.of(torch.view_as_complex(shard.local.view(-1, 2)), entries, shard.group)
 
@@ -211,7 +219,7 @@ def _get_data(args: Sequence[Any], options: dict[str, Any]) -> Any:
 def _set_data(args: Sequence[Any], options: dict[str, Any]) -> Any:
     shard, values = args
     if not isinstance(values, ShardedTensor):
-        values = own_entries(values, shard.entries).clone()
+        values = own_entries(values, shard).clone()
     run_plainly(TENSOR.data.__set__, (shard, local_of(values)), {})
 
 
@@ -230,7 +238,7 @@ def _get_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
 def _set_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
     shard, gradient = args
     if gradient is not None and not isinstance(gradient, ShardedTensor):
-        own = own_entries(gradient, shard.entries)
+        own = own_entries(gradient, shard)
         gradient = ShardedTensor.of(own, shard.entries, shard.group)
     run_plainly(TENSOR.grad.__set__, (shard, gradient), {})
 

@@ -21,7 +21,13 @@ from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.registered_shards import entries_of
 from weft.parallel.zero.shard_entries import ShardGroup
 from weft.parallel.zero.sharded_functions import sharded_param
-from weft.parallel.zero.sharded_tensor import ShardedTensor, adopt_group, sharded, shards_in
+from weft.parallel.zero.sharded_tensor import (
+    ShardedTensor,
+    adopt_group,
+    own_entries,
+    sharded,
+    shards_in,
+)
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -39,8 +45,9 @@ class ShardedOptimizer(Optimizer):
     Gradients must be the same on every rank, as `DistributedDataParallel` leaves them. `param_groups`
     hold the unsharded parameters and the settings: schedulers set "lr" there. Parameters without a
     gradient stay as they are; they may be frozen, unfrozen, added, moved and cast later. The class is
-    given shards that have the shape and the norms of the parameters (`ShardedTensor`), so LARS, LAMB
-    and Muon are right, too. `state_dict()` is of this rank's shard, `full_state_dict()` of all.
+    given shards that have the shape and the norms of the parameters (`ShardedTensor`), of whole layers
+    under `weft.parallelize`, so LARS, LAMB, Muon and Adafactor are right, too. `state_dict()` is of this
+    rank's shard, `full_state_dict()` of all.
 
     With `state_bits=8` states of matrices of at least 16 blocks have 8 bits between steps, as in `weft
     train` (docs/optimizers.md): an entry of a state is a byte, and `state_block` entries of a row share
@@ -281,9 +288,11 @@ class _FlatGroup:
         )
         self.shards: list[nn.Parameter] = []
         for param, (name, view) in zip(params, self._flatten().items(), strict=True):
-            entries = entries_of(self.layout, name, self._index)
-            of_layer = replace(group, holders=holders_of(param))
-            self.shards.append(sharded_param(view, entries, of_layer))
+            entries, holders = entries_of(self.layout, name, self._index), holders_of(param)
+            if holders is not None:
+                entries = replace(entries, of_layer=holders.whole_shape(entries.shape))
+            shard_group = replace(group, holders=holders)
+            self.shards.append(sharded_param(view, entries, shard_group))
 
     def _flatten(self) -> dict[str, Tensor]:
         """Move the parameters into flat memory; returns this rank's entries of each."""
@@ -352,8 +361,7 @@ def _own_part(value: Any, shard: ShardedTensor) -> Any:
     """This rank's entries of a state value of the parameter's shape; others as they are."""
     if not isinstance(value, Tensor) or value.shape != shard.shape:
         return _copy(value)
-    own_entries = value.reshape(-1)[shard.entries.own]
-    return shard.with_local(own_entries.clone())
+    return shard.with_local(own_entries(value, shard).clone())
 
 
 def _check_not_sharded(params: Iterable[Tensor]) -> None:

@@ -20,6 +20,7 @@ Note [Why not DTensor]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,16 +81,16 @@ class ShardedTensor(Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape of the whole tensor."""
-        return torch.Size(self.entries.shape)
+        return torch.Size(self.entries.whole_shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
         """The number of dims of the whole tensor."""
-        return len(self.entries.shape)
+        return len(self.entries.whole_shape)
 
     def dim(self) -> int:
         """The number of dims of the whole tensor."""
-        return len(self.entries.shape)
+        return len(self.entries.whole_shape)
 
     def size(self, dim: int | None = None) -> Any:
         """The shape of the whole tensor, or its size in one dim."""
@@ -97,18 +98,18 @@ class ShardedTensor(Tensor):
 
     def numel(self) -> int:
         """Entries of the whole tensor."""
-        return self.entries.starts[-1]
+        return math.prod(self.entries.whole_shape)
 
     nelement = numel
 
     def __len__(self) -> int:
-        return self.entries.shape[0]
+        return self.entries.whole_shape[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         own = self.entries.own
         return (
             f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"entries {own.start} to {own.stop} of {self.numel()} on this rank)"
+            f"entries {own.start} to {own.stop} of {self.entries.starts[-1]} on this rank)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -119,7 +120,14 @@ class ShardedTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = (self.local.detach(), self.entries.shape, self.entries.starts, self.entries.index)
+        entries = self.entries
+        state = (
+            self.local.detach(),
+            entries.shape,
+            entries.starts,
+            entries.index,
+            entries.of_layer,
+        )
         return _load_shard, state
 
     # torch.distributed.checkpoint calls these three: a file of it has boxes of entries, which any number of
@@ -162,14 +170,14 @@ class _WholeTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sharded: ShardedTensor) -> Tensor:
-        ctx.own = sharded.entries.own
-        group = group_of([sharded])
-        whole = group.comm.all_gather(local.contiguous(), group.axis, sizes=sharded.entries.sizes)
-        return whole.view(sharded.entries.shape)
+        ctx.entries = sharded.entries
+        ctx.group = group_of([sharded])
+        whole: Tensor = ctx.group.gathered(local, sharded.entries)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.reshape(-1)[ctx.own], None
+        return ctx.group.own_entries(gradient, ctx.entries), None
 
 
 class Gathering:
@@ -179,7 +187,8 @@ class Gathering:
 
     def __init__(self, source: ShardedTensor) -> None:
         self.source = source
-        self.holders = group_of([source]).holders
+        group = group_of([source])
+        self.holders = group.holders if source.entries.of_layer is None else None
         whole = source.full_tensor()
         self.whole = whole if self.holders is None else part_of(whole, self.holders)
         self._seen = (source._version, whole._version)
@@ -196,7 +205,8 @@ class Gathering:
         if self.whole._version == self._seen[1]:
             return False
         with torch.no_grad():
-            self.source.local.copy_(self.whole.reshape(-1)[self.source.entries.own])
+            group = group_of([self.source])
+            self.source.local.copy_(group.own_entries(self.whole, self.source.entries))
         self._seen = (self.source._version, self.whole._version)
         return True
 
@@ -281,13 +291,13 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], options: dict[st
         return NotImplemented
     own: list[Any] = []
     for arg in args:
-        part = _own_part(arg, entries)
+        part = _own_part(arg, shards[0])
         if part is NotImplemented:
             return NotImplemented
         own.append(part)
     own_options: dict[str, Any] = {}
     for key, option in options.items():
-        part = _own_part(option, entries)
+        part = _own_part(option, shards[0])
         if part is NotImplemented or key == "out":
             return NotImplemented
         own_options[key] = part
@@ -297,12 +307,15 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], options: dict[st
     return map_leaves(result, Tensor, lambda local: ShardedTensor.of(local, entries, group))
 
 
-def own_entries(whole: Tensor, entries: ShardEntries) -> Tensor:
+def own_entries(whole: Tensor, shard: ShardedTensor) -> Tensor:
     """This rank's entries of a tensor that is expanded to the whole shape."""
-    return whole.expand(entries.shape).reshape(-1)[entries.own]
+    whole = whole.expand(shard.entries.whole_shape)
+    if shard.entries.of_layer is None:
+        return whole.reshape(-1)[shard.entries.own]
+    return group_of([shard]).own_entries(whole, shard.entries)
 
 
-def _own_part(value: Any, entries: ShardEntries) -> Any:
+def _own_part(value: Any, shard: ShardedTensor) -> Any:
     """This rank's part of an argument: scalars as they are, of whole tensors the own entries.
 
     NotImplemented for tensors of other shapes.
@@ -311,10 +324,10 @@ def _own_part(value: Any, entries: ShardEntries) -> Any:
         return value
     if value.dim() == 0:
         return value
-    if value.dim() > len(entries.shape):
+    if value.dim() > shard.ndim:
         return NotImplemented
     try:
-        return own_entries(value, entries)
+        return own_entries(value, shard)
     except RuntimeError:
         return NotImplemented
 
@@ -420,9 +433,14 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _load_shard(
-    local: Tensor, shape: tuple[int, ...], starts: tuple[int, ...], index: int
+    local: Tensor,
+    shape: tuple[int, ...],
+    starts: tuple[int, ...],
+    index: int,
+    of_layer: tuple[int, ...] | None = None,
 ) -> ShardedTensor:
-    return ShardedTensor.of(local, ShardEntries(tuple(shape), tuple(starts), index), None)
+    layer = None if of_layer is None else tuple(of_layer)
+    return ShardedTensor.of(local, ShardEntries(tuple(shape), tuple(starts), index, layer), None)
 
 
 torch.serialization.add_safe_globals([_load_shard])
