@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from weft.models.common.buffer_updates import (
     BufferRecords,
     Calls,
     apply_update,
+    is_batch_norm,
     record_batch_norm,
     updating_modules,
 )
@@ -58,18 +59,27 @@ class _Recorded:
         return _Recorded(self.name, calls)
 
 
-def apply_updates(records: BufferRecords, comm: Comm, *, microbatches: int, num_runs: int) -> None:
+def apply_updates(
+    records: BufferRecords,
+    comm: Comm,
+    *,
+    microbatches: int,
+    num_runs: int,
+    num_played: int | None = None,
+) -> None:
     """Update buffers by what all data ranks have recorded in a step, in the order of the samples; see
     Note [Buffer updates]. Every rank must call it.
 
     Args:
         microbatches: of a step, on every data rank.
+        num_played: those that ran, where a few stand for all; None: all.
         num_runs: groups of data ranks that take consecutive micro-batches, as of the data loader.
 
     Raises:
         PlanError: a module has recorded other values in one micro-batch than in another.
     """
-    recorded = _in_fixed_order(records.take(), microbatches)
+    played = [number % (num_played or microbatches) for number in range(microbatches)]
+    recorded = _in_fixed_order(records.take(), played)
     if not recorded:
         return
     axes, degree = sequence_axes(), comm.degree(sequence_axes())
@@ -85,16 +95,22 @@ def apply_updates(records: BufferRecords, comm: Comm, *, microbatches: int, num_
     order = [placed[number] for number in sorted(placed)]
     for place, module_records in enumerate(recorded):
         module = records.modules[module_records.name]
+        if comm.device.type == "meta" and not is_batch_norm(module):
+            continue  # its method may read numbers
         for rank, own in order:
             for values in of_ranks[rank][place].calls[own]:
                 apply_update(module, values)
 
 
-def _in_fixed_order(taken: dict[str, dict[int, Calls]], microbatches: int) -> list[_Recorded]:
-    """The records of each module, by micro-batch."""
+def _in_fixed_order(taken: dict[str, dict[int, Calls]], played: Sequence[int]) -> list[_Recorded]:
+    """The records of each module, by micro-batch.
+
+    Args:
+        played: for each micro-batch the one that ran in its place.
+    """
     found = []
     for name in sorted(taken):
-        calls = tuple(taken[name].get(number, []) for number in range(microbatches))
+        calls = tuple(taken[name].get(number, []) for number in played)
         shapes = [[[value.shape for value in values] for values in each] for each in calls]
         if shapes.count(shapes[0]) < len(shapes):
             what = "hands other values to update_buffers in one micro-batch than in another"
