@@ -16,24 +16,35 @@ from weft.core.mesh import Axis
 from weft.data.order import layout_of
 from weft.errors import Fault, PlanError
 from weft.models.common.buffer_updates import (
+    GROUP,
     BufferRecords,
     Calls,
     apply_update,
     is_batch_norm,
+    num_together,
     record_batch_norm,
     updating_modules,
 )
 from weft.parallel.model.dropout_blocks import block_as_written
+from weft.parallel.model.group_statistics import StatisticsGroup
 from weft.parallel.model.parallelize import ParallelModel
 
 
-def with_records(model: ParallelModel) -> ParallelModel:
-    """The model, whose training forwards record what buffers are updated by."""
+def with_records(model: ParallelModel, *, fixed_order: bool = False) -> ParallelModel:
+    """The model, whose training forwards record what buffers are updated by.
+
+    Args:
+        fixed_order: whether sums have the same bits whatever the number of data ranks.
+    """
     modules: dict[str, nn.Module] = {}
+    group = StatisticsGroup.of(model.comm, model.plan.statistics_ranks, fixed_order=fixed_order)
     for name, wrapped in model.blocks.items():
         block = block_as_written(wrapped)
         record_batch_norm(block)
         modules.update(updating_modules(block, name))
+    for module in modules.values():
+        if is_batch_norm(module) and group is not None:
+            vars(module)[GROUP] = group
     return replace(model, buffer_records=BufferRecords(modules))
 
 
@@ -97,7 +108,7 @@ def apply_updates(
         module = records.modules[module_records.name]
         if comm.device.type == "meta" and not is_batch_norm(module):
             continue  # its method may read numbers
-        for rank, own in order:
+        for rank, own in order[:: num_together(module)]:
             for values in of_ranks[rank][place].calls[own]:
                 apply_update(module, values)
 
