@@ -14,6 +14,9 @@ from tests.planner.test_step_costs import real_steps
 from tests.train.test_buffer_updates import KEYS, RESNET, TOLERANCE, difference, evaluation_loss
 from weft.comm.comm import Comm
 from weft.config.load import load
+from weft.config.other_layouts import on_mesh, other_meshes
+from weft.config.run import plan_of
+from weft.core.mesh import Mesh
 from weft.errors import UserError
 from weft.models import FAMILIES
 from weft.models.common.batch import forward
@@ -205,6 +208,20 @@ def test_a_run_resumed_on_another_layout_is_that_of_one_device(tmp_path: Path) -
     assert evaluation_loss(resumed) == pytest.approx(evaluation_loss(alone), abs=TOLERANCE)
 
 
+def test_other_layouts_of_a_run_normalise_as_many_samples_together() -> None:
+    """Before, a proof of resumes ended in an assertion: one rank cannot have groups of two micro-batches."""
+    sizes = ["--mesh", "dp4", "--batch.micro_size", "2", "--batch.statistics_size", "4"]
+    run = load([str(RESNET), *sizes, "--batch.global_size", "16", "--device", "cpu"], FAMILIES)
+    assert next(other_meshes(run)) == ""
+    micro_sizes = []
+    for mesh in ("", "dp2", "dp8"):
+        other = on_mesh(run, mesh)
+        assert other is not None
+        assert other.batch.normalised_size == 4
+        micro_sizes.append(other.batch.micro_size)
+    assert micro_sizes == [4, 2, 2]
+
+
 def test_deterministic_runs_have_the_same_bits_on_all_numbers_of_data_ranks(tmp_path: Path) -> None:
     keys = {**KEYS, "deterministic": True, "precision": {}, "steps": 2, "parallel.zero": 2}
     keys |= {"batch.statistics_size": 4}
@@ -328,9 +345,13 @@ def test_predicted_traffic_is_that_of_a_real_step(mesh: str) -> None:
         assert step_traffic(predicted, real.row) == counter.traffic
 
 
-def test_a_rank_without_others_has_no_group() -> None:
-    """As of short runs, in which a search measures blocks."""
-    assert run_ranks("pp1", lambda comm: StatisticsGroup.of(comm, 4, fixed_order=False)) == [None]
+def test_a_search_measures_blocks_without_the_other_ranks() -> None:
+    """One image has no statistics of its own, so that short runs of one rank failed."""
+    sizes = ["--mesh", "dp2", "--batch.micro_size", "1", "--batch.statistics_size", "2"]
+    run = load([str(RESNET), *sizes, "--device", "cpu"], FAMILIES)
+    plan = plan_of(run).model_copy(update={"mesh": Mesh.parse("")})
+    measured = measure_rank(MeasuredRun.of(run).with_plan(plan), 0)
+    assert not step_traffic(measured, 0)
 
 
 OF_GROUPS = [mutant for mutant in MUTANTS if "statistics_size" in mutant.layout.options]

@@ -23,6 +23,7 @@ from weft.models.common.buffer_updates import (
     is_batch_norm,
     num_together,
     record_batch_norm,
+    take_parts,
     updating_modules,
 )
 from weft.parallel.model.dropout_blocks import block_as_written
@@ -37,13 +38,17 @@ def with_records(model: ParallelModel, *, fixed_order: bool = False) -> Parallel
         fixed_order: whether sums have the same bits whatever the number of data ranks.
     """
     modules: dict[str, nn.Module] = {}
-    group = StatisticsGroup.of(model.comm, model.plan.statistics_ranks, fixed_order=fixed_order)
-    for name, wrapped in model.blocks.items():
-        block = block_as_written(wrapped)
+    blocks = {name: block_as_written(block) for name, block in model.blocks.items()}
+    for name, block in blocks.items():
         record_batch_norm(block)
         modules.update(updating_modules(block, name))
-    for module in modules.values():
-        if is_batch_norm(module) and group is not None:
+    num_ranks = model.plan.statistics_ranks
+    group = StatisticsGroup.of(model.comm, num_ranks, fixed_order=fixed_order)
+    if group is None and num_ranks > 1:  # a search measures blocks without the other ranks
+        assert model.comm.device.type == "meta", "data ranks hold the groups of a run"
+        take_parts(blocks)
+    elif group is not None:
+        for module in filter(is_batch_norm, modules.values()):
             vars(module)[GROUP] = group
     return replace(model, buffer_records=BufferRecords(modules))
 
