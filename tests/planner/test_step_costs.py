@@ -388,3 +388,20 @@ def test_attention_of_a_gpu_holds_no_scores(options: str, kernel: str) -> None:
     assert step.attention == (kernel,)
     scores = 4 * length**2
     assert max(region.workspace for region in step.actions.values()) < scores
+
+
+NORMED = "--model.name weft_selftest.mutants.normed_model --model.layers 3 --data.seq_len 16 --device cpu"
+
+
+@pytest.mark.parametrize(
+    "layout", ["--mesh dp2 --batch.micro_size 1", "--mesh pp2,dp2 --batch.micro_size 1"]
+)
+def test_micro_batches_that_are_played_stand_for_all_that_update_buffers(layout: str) -> None:
+    """Before, the records of micro-batches that are not played were missed, and nothing was explained."""
+    words = [word.replace(",", " ") for word in f"{NORMED} --batch.global_size 16 {layout}".split()]
+    run = load(words, FAMILIES)
+    assert plan_of(run).microbatches == 8
+    for rank, (real, counter) in enumerate(real_steps(run)):
+        predicted = measure_rank(MeasuredRun.of(run), rank)
+        assert predicted.played.microbatches < 8
+        assert step_traffic(predicted, real.row) == counter.traffic

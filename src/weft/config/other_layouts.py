@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.config.elastic import fit_to_ranks
+from weft.config.rules.layout import statistics_are_of_ranks
+from weft.config.rules.suggestions import sizes_of_statistics
 from weft.config.run import Run
 from weft.config.schema import ParallelConfig, PipelineConfig
 from weft.config.small_runs import is_valid
@@ -23,12 +25,21 @@ def on_mesh(run: Run, mesh: str) -> Run | None:
     """The run on another mesh, with its global batch; None where that is not valid.
 
     Options of the layout are kept where the other mesh takes them; else they have their defaults.
+    BatchNorm normalises as many samples together, of which a rank may have more or fewer.
     """
     for options in ({}, OWN_OPTIONS):
-        changed = run.with_values({"mesh": mesh, **options})
+        changed = _with_statistics_of_ranks(run.with_values({"mesh": mesh, **options}))
         if is_valid(changed):
             return changed
     return None
+
+
+def _with_statistics_of_ranks(run: Run) -> Run:
+    """The run, with another size of micro-batches where `batch.statistics_size` is not that of some."""
+    mesh, batch = run.device_mesh, run.batch
+    if not any(statistics_are_of_ranks(mesh, batch, run.model)):
+        return run
+    return run.with_values(next(sizes_of_statistics(mesh, batch)))
 
 
 def other_meshes(run: Run) -> Iterator[str]:

@@ -263,6 +263,7 @@ def plan_of(run: Run) -> Plan:
         chunks=run.pipeline.chunks,
         microbatches=run.num_micro,
         micro_size=run.batch.micro_size,
+        statistics_size=run.batch.statistics_size or 0,
         seq_len=run.data.seq_len,
         sequence_parallel=run.parallel.sequence,
         tp_overlap=run.parallel.tp_overlap,

@@ -203,6 +203,23 @@ class BatchConfig(ConfigSection):
     micro_size: int = Field(
         2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank"
     )
+    statistics_size: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
+        None,
+        title="a number of sequences; by default those of a micro-batch",
+        examples=["8"],
+        description="sequences that BatchNorm normalises together, on neighbouring data ranks",
+    )
+
+    @property
+    def normalised_size(self) -> int:
+        """Sequences that BatchNorm normalises together."""
+        return self.statistics_size or self.micro_size
+
+    def statistics_of(self, micro_size: int) -> int | None:
+        """`statistics_size` of as many micro-batches of another size."""
+        if self.statistics_size is None:
+            return None
+        return self.statistics_size // self.micro_size * micro_size
 
     def num_micro(self, num_data_ranks: int) -> int:
         """Micro-batches a step on every data rank."""

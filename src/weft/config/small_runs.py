@@ -312,6 +312,7 @@ def _smaller_batch(run: Run) -> Run:
         num_sequences = micro_size * min(num_micro, run.num_micro)
         sizes = {
             "batch.micro_size": micro_size,
+            "batch.statistics_size": run.batch.statistics_of(micro_size),
             "batch.global_size": num_sequences * run.num_data_ranks,
         }
         changed = run.with_values(sizes)

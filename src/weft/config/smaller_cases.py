@@ -85,5 +85,9 @@ def _fewer_micro_batches(run: Run) -> Iterator[Run]:
 def _single_sequences(run: Run) -> Iterator[Run]:
     """Micro-batches of one sequence."""
     if run.batch.micro_size > 1:
-        sizes = {"batch.micro_size": 1, "batch.global_size": run.num_micro * run.num_data_ranks}
+        sizes = {
+            "batch.micro_size": 1,
+            "batch.statistics_size": run.batch.statistics_of(1),
+            "batch.global_size": run.num_micro * run.num_data_ranks,
+        }
         yield run.with_values(sizes)

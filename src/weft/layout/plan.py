@@ -93,6 +93,7 @@ class Plan(BaseModel):
         schedule_lines: content of that file; empty for a public name.
         microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
             sequences.
+        statistics_size: sequences that BatchNorm normalises together; 0: those of a micro-batch.
         tp_overlap: whether parts of the sequence are sent over tp while others are multiplied.
         recompute: what layers recompute, see `weft.layout.recomputation`.
         compile: whether torch.compile compiles blocks; "auto": on GPUs, in layouts that allow it.
@@ -114,6 +115,7 @@ class Plan(BaseModel):
     chunks: int = 1
     microbatches: int = 1
     micro_size: int = 1
+    statistics_size: int = 0
     seq_len: int = 1
     sequence_parallel: bool = False
     tp_overlap: bool = False
@@ -161,6 +163,16 @@ class Plan(BaseModel):
     def global_size(self) -> int:
         """Sequences in one optimizer step, over all ranks."""
         return self.micro_size * self.microbatches * self.num_data_ranks
+
+    @property
+    def normalised_size(self) -> int:
+        """Sequences that BatchNorm normalises together."""
+        return self.statistics_size or self.micro_size
+
+    @property
+    def statistics_ranks(self) -> int:
+        """Neighbouring data ranks whose micro-batches BatchNorm normalises together."""
+        return self.normalised_size // self.micro_size
 
     @property
     def schedule_name(self) -> str:

@@ -28,6 +28,8 @@ def prepare_plain(
             is_norm = isinstance(module, _BatchNorm) and module.running_mean is not None
             if is_norm and compute.itemsize < 4:
                 vars(module)["forward"] = partial(_in_float32, module)
+            elif isinstance(module, nn.SyncBatchNorm):  # here one device has all samples
+                vars(module)["forward"] = partial(_BatchNorm.forward, module)
             if is_norm or callable(getattr(type(module), METHOD, None)):
                 found[path_below(block_name, path)] = module
                 vars(module)[RECORDS] = deferred or Deferred()

@@ -442,10 +442,11 @@ class Reference:
 
     def micro_batches(self, num_rows: int) -> list[range]:
         """Rows of each micro-batch, in the order in which they are added; exact types take all at
-        once. A model that updates buffers by micro-batches has those of the run, in their order.
+        once. A model that updates buffers by micro-batches has those of the run, in their order, as large as
+        BatchNorm normalises them.
         """
         if self.buffers:
-            own = self.task.batch.micro_size
+            own = self.task.batch.normalised_size
             return [range(start, start + own) for start in range(0, num_rows, own)]
         size = self.perturbation.micro_size
         if not size:

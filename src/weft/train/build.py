@@ -62,6 +62,7 @@ def build_model(
     *,
     seed: int,
     source: Source | None = None,
+    fixed_order: bool = False,
 ) -> ParallelModel:
     """This rank's shards of the model; the whole model is never in memory.
 
@@ -70,6 +71,7 @@ def build_model(
 
     Args:
         source: holds initial values; parameters that it does not hold are drawn.
+        fixed_order: whether sums have the same bits whatever the number of data ranks.
     """
     blocks = lazy_blocks(family, config)
     example = None
@@ -79,7 +81,7 @@ def build_model(
         blocks, plan, comm, axes=family.axes(config), ties=family.ties(config), example=example
     )
     compute: torch.dtype = getattr(torch, plan.compute)
-    model = with_records(model)
+    model = with_records(model, fixed_order=fixed_order)
     dtype: torch.dtype = getattr(torch, plan.params)
     place_buffers(model.blocks.values(), device=comm.device, dtype=compute, updated=dtype)
     table = family.init(config)
@@ -176,7 +178,13 @@ class StepConfig:
 def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainStep:
     """The training step of this rank under a plan, with initial parameters."""
     model = build_model(
-        config.family, config.model, plan, comm, seed=config.seed, source=config.source
+        config.family,
+        config.model,
+        plan,
+        comm,
+        seed=config.seed,
+        source=config.source,
+        fixed_order=config.fixed_order,
     )
     decay_names = matrices(model.params)
 

@@ -28,6 +28,7 @@ from weft.models import Family
 from weft.models.common.attention import Attend
 from weft.models.common.backward_apart import backward_apart
 from weft.models.common.batch import Batch
+from weft.models.common.buffer_updates import take_parts
 from weft.models.common.init import tie
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_facts import axes_faults
@@ -91,6 +92,8 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
     tie(blocks, family.ties(config))
     check_modules(blocks, family.model.label)
     check_updating(blocks, plan, family.model.label)
+    if plan.statistics_ranks > 1:
+        take_parts(blocks)
     for block in blocks.values():
         block.to(dtype)
     pure = Pure(

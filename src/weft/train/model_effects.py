@@ -26,7 +26,9 @@ from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, activation_of, forward
 from weft.models.common.buffer_updates import (
     BufferRecords,
+    RecordingBatchNorm,
     apply_update,
+    is_batch_norm,
     record_batch_norm,
     updating_modules,
 )
@@ -47,8 +49,12 @@ STATISTICS = (
     "normalises over the batch, in evaluation, too, where each layout computes another part"
 )
 KEEP_STATISTICS = "track_running_stats=True: evaluation reads running statistics"
-SYNCHRONISED = "normalises over ranks, and each micro-batch has statistics of its own"
-OWN_STATISTICS = "nn.BatchNorm2d with a larger --batch.micro_size"
+SYNCHRONISED = "normalises over ranks, and no number of samples is given that holds on all layouts"
+OWN_FORWARD = "is a subclass of nn.SyncBatchNorm with a forward of its own"
+SUBCLASS = "a subclass of nn.BatchNorm2d: batch.statistics_size synchronises it, too"
+OF_MICRO_BATCHES = "updates buffers by micro-batches, and BatchNorm by batch.statistics_size"
+NO_BATCH_NORM = "is of BatchNorm, which the model has not"
+NO_STATISTICS_SIZE = "leave batch.statistics_size out"
 SHARED = "updates buffers, and is a module of two blocks, which may be on two ranks"
 PARTS = "updates buffers by micro-batches, of which ranks of {axis} have parts"
 NO_BUFFER = "is changed by update_buffers, and is no buffer of its module"
@@ -76,8 +82,6 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
     for block_name, block in blocks.items():
         for path, module in block.named_modules():
             name = f"{label}: {path_below(block_name, path)}"
-            if isinstance(module, nn.SyncBatchNorm):
-                raise PlanError(Fault(name, SYNCHRONISED, fix=OWN_STATISTICS))
             is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and module.training and not module.track_running_stats:
                 raise PlanError(Fault(name, STATISTICS, fix=KEEP_STATISTICS))
@@ -96,15 +100,19 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
 
 def check_updating(blocks: Mapping[str, nn.Module], plan: Plan, label: str) -> None:
     """Reject a layout on which the ranks of a stage do not see whole micro-batches of all samples, for
-    a model that updates buffers; and a module that updates buffers of two blocks.
+    a model that updates buffers; a module that updates buffers of two blocks; and statistics of a number
+    of samples that is missing, or that nothing takes.
 
     Raises:
         PlanError: the first such module.
     """
     block_of: dict[int, str] = {}
+    updating: list[nn.Module] = []
     for block_name, block in blocks.items():
         for path, module in updating_modules(block, block_name).items():
             name = f"{label}: {path}"
+            updating.append(module)
+            _check_statistics(module, plan, name)
             if block_of.setdefault(id(module), block_name) != block_name:
                 fix = "a module of its own in each block; its parameters may be shared"
                 raise PlanError(Fault(name, SHARED, got=block_of[id(module)], fix=fix))
@@ -116,6 +124,25 @@ def check_updating(blocks: Mapping[str, nn.Module], plan: Plan, label: str) -> N
             if axes:
                 fix = "a mesh with dp or pp in its place"
                 raise PlanError(Fault(name, PARTS.format(axis=axes[0]), fix=fix))
+    if plan.statistics_size and not any(map(is_batch_norm, updating)):
+        raise PlanError(Fault("batch.statistics_size", NO_BATCH_NORM, fix=NO_STATISTICS_SIZE))
+
+
+def _check_statistics(module: nn.Module, plan: Plan, name: str) -> None:
+    """Reject a module that another number of samples updates than a micro-batch or a group has.
+
+    Raises:
+        PlanError: for `nn.SyncBatchNorm` with the key that says the number.
+    """
+    if isinstance(module, nn.SyncBatchNorm):
+        if type(module).forward not in (nn.SyncBatchNorm.forward, RecordingBatchNorm.forward):
+            raise PlanError(Fault(name, OWN_FORWARD, fix=SUBCLASS))
+        if not plan.statistics_size:
+            size = plan.micro_size * plan.num_data_ranks
+            fix = f"--batch.statistics_size {size}, of all data ranks, or nn.BatchNorm2d"
+            raise PlanError(Fault(name, SYNCHRONISED, fix=fix))
+    elif plan.statistics_ranks > 1 and not is_batch_norm(module):
+        raise PlanError(Fault(name, OF_MICRO_BATCHES, fix=NO_STATISTICS_SIZE))
 
 
 @dataclass(frozen=True)

@@ -388,6 +388,7 @@ class TrainStep:
             model.comm,
             microbatches=model.plan.table.microbatches,
             num_runs=num_runs,
+            num_played=self.player.table.microbatches,
         )
 
     def _join_sites(self, on_phase: Callable[[Phase], None]) -> OuterReport | None:

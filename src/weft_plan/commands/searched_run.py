@@ -73,13 +73,14 @@ class SearchedRun:
             UserError: with every fault of the run; or its devices are not known, or contradictory.
         """
         pinned = _pinned_keys(words)
-        if "batch.micro_size" in pinned:
-            searched_values = {}
-        else:
-            searched_values = {"batch.micro_size": 1}  # divides any batch
-        run = load_checked_run(
-            words, adapt=lambda run: run.with_values(searched_values), choose_mesh=one_rank
-        )
+
+        def adapt(run: Run) -> Run:
+            if "batch.micro_size" in pinned:
+                return run
+            smallest = run.batch.statistics_size or 1  # 1 divides any batch
+            return run.with_values({"batch.micro_size": smallest})
+
+        run = load_checked_run(words, adapt=adapt, choose_mesh=one_rank)
         if is_chosen_by_memory(run.parallel.recompute):
             run = run.with_values({RECOMPUTE: "none"})
             pinned -= {RECOMPUTE}

@@ -20,6 +20,7 @@ from weft.config.rules.layout import (
     schedule_takes_sizes,
     sequence_divides,
     sequence_parallel_has_sequences,
+    statistics_are_of_ranks,
 )
 from weft.config.schema import BatchConfig, ParallelConfig, PipelineConfig
 from weft.core.dimension import all_axes, sequence_axes
@@ -259,7 +260,11 @@ class _Enumeration:
         sizes = self._values("batch.micro_size", MICRO_SIZES, batch.micro_size)
         for size in sizes:
             tried = batch.model_copy(update={"micro_size": size})
-            if not self._rejects(list(batch_divides(mesh, tried))):
+            faults = [
+                *batch_divides(mesh, tried),
+                *statistics_are_of_ranks(mesh, tried, self.keys.model),
+            ]
+            if not self._rejects(faults):
                 yield size
 
     def _sequences(self, mesh: Mesh) -> Iterator[tuple[bool, str]]:

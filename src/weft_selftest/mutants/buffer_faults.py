@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.data.order import Ints
 from weft.models.common.buffer_updates import BufferRecords, RecordingBatchNorm
 from weft.parallel.dp import AXIS as DP_AXIS
+from weft.parallel.model.group_statistics import StatisticsGroup
 from weft_selftest.mutants import normed_model
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
@@ -114,7 +115,30 @@ class StatisticsOfLastMicroBatch:
         return F.batch_norm(x, mean, variance, norm.weight, norm.bias, eps=norm.eps)
 
 
+def of_own_samples(gather: Callable[..., Tensor], group: StatisticsGroup, row: Tensor) -> Tensor:
+    """A rank normalises by the statistics of its own micro-batch."""
+    return row.unsqueeze(0)
+
+
+def of_first_group(gather: Callable[..., Tensor], group: StatisticsGroup, row: Tensor) -> Tensor:
+    """All groups normalise by the statistics of the first one."""
+    return group.comm.all_gather(row.unsqueeze(0), group.axis)[: group.size]
+
+
+def own_sum(total: Callable[..., Tensor], group: StatisticsGroup, row: Tensor) -> Tensor:
+    """The gradients of statistics are those of a rank's own loss."""
+    return row
+
+
+def of_each_rank(num_together: Callable[..., int], norm: nn.Module) -> int:
+    """Every rank of a group updates the running values."""
+    return 1
+
+
 DP = MutantLayout("dp2", family=FAMILY)
+GROUP = "weft.parallel.model.group_statistics:StatisticsGroup"
+STATISTICS = "--batch.global_size 8 --batch.micro_size 1 --batch.statistics_size 2"
+DP_STATISTICS = MutantLayout("dp2", family=FAMILY, options=STATISTICS)
 
 MUTANTS = (
     Mutant(
@@ -172,6 +196,38 @@ MUTANTS = (
         (FunctionFault("weft.parallel.pipeline.forward:evaluating", in_training_mode),),
         axes=("",),
         blocks=("",),
+    ),
+    Mutant(
+        "synchronised_statistics_are_of_one_data_rank",
+        "as by BatchNorm of each rank's micro-batch",
+        DP_STATISTICS,
+        (FunctionFault(f"{GROUP}.gather", of_own_samples),),
+        axes=(DP_AXIS,),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "synchronised_statistics_are_of_the_first_group",
+        "two groups of two data ranks normalise by those of one",
+        MutantLayout("dp4", family=FAMILY, options=STATISTICS),
+        (FunctionFault(f"{GROUP}.gather", of_first_group),),
+        axes=(DP_AXIS,),
+        blocks=LAYERS,
+    ),
+    Mutant(
+        "gradients_of_synchronised_statistics_are_of_one_data_rank",
+        "the loss of a rank depends on the samples of the others: the backward is not reduced",
+        DP_STATISTICS,
+        (FunctionFault(f"{GROUP}.sum", own_sum),),
+        axes=(DP_AXIS,),
+        blocks=(*LAYERS, "embed"),
+    ),
+    Mutant(
+        "running_values_are_updated_by_every_rank_of_a_group",
+        "the statistics of a group count once for each of its ranks",
+        DP_STATISTICS,
+        (FunctionFault(f"{BUFFERS}:num_together", of_each_rank),),
+        axes=(DP_AXIS,),
+        blocks=LAYERS,
     ),
     Mutant(
         "running_values_are_stored_and_not_restored",

@@ -37,6 +37,11 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             suggest=partial(suggestions.batch_sizes, mesh, batch),
         ),
         Check(
+            reads=("mesh", "batch", "model"),
+            find=partial(layout.statistics_are_of_ranks, mesh, batch, model),
+            suggest=partial(suggestions.sizes_of_statistics, mesh, batch),
+        ),
+        Check(
             reads=("mesh", "model", "pipeline"),
             find=partial(layout.layers_make_stages, mesh, model, pipeline, seq_len=seq_len),
             suggest=partial(suggestions.stages, mesh, model, pipeline, seq_len=seq_len),

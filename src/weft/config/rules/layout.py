@@ -140,6 +140,25 @@ def batch_divides(mesh: Mesh, batch: BatchConfig) -> Iterator[Fault]:
         )
 
 
+def statistics_are_of_ranks(mesh: Mesh, batch: BatchConfig, model: ModelConfig) -> Iterator[Fault]:
+    """BatchNorm normalises whole micro-batches of neighbouring data ranks together."""
+    size = batch.statistics_size
+    if size is None:
+        return
+    key, ranks = "batch.statistics_size", mesh.degree(sequence_axes())
+    num_micro, rest = divmod(size, batch.micro_size)
+    if not model.is_opaque:
+        what = f"is of BatchNorm, which {label_of(model.family)} has not"
+        yield Fault(key, what, fix=f"leave {key} out")
+    elif rest or not num_micro or ranks % num_micro:
+        yield Fault(
+            key,
+            "is no number of micro-batches of neighbouring data ranks",
+            got=str(size),
+            need=f"micro_size {batch.micro_size} times a divisor of {counted(ranks, 'data rank')}",
+        )
+
+
 def layers_make_stages(
     mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, *, seq_len: int
 ) -> Iterator[Fault]:
@@ -274,6 +293,13 @@ def order_is_fixed(
             got=f"{num_micro} over all data ranks",
             need="a power of two",
             fix=f"change batch.global_size or batch.micro_size, or {fix}",
+        )
+    if parallel.zero < 2 and batch.normalised_size > batch.micro_size:
+        yield Fault(
+            key,
+            "gives a rank consecutive micro-batches, and BatchNorm normalises those of several ranks",
+            got=f"parallel.zero {parallel.zero} and batch.statistics_size {batch.statistics_size}",
+            fix="--parallel.zero 2, where a rank has one of each group",
         )
     for axis in others:
         inside = [name for name in data if comes_first(mesh, axis, name)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from weft.config.rules.checks import Suggestion
-from weft.config.rules.layout import MOST_MICROBATCHES, schedule_takes_sizes
+from weft.config.rules.layout import MOST_MICROBATCHES, divisors, schedule_takes_sizes
 from weft.config.schema import BatchConfig, PipelineConfig
 from weft.core.dimension import (
     data_axis,
@@ -99,6 +99,18 @@ def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
         num_micro, rest = divmod(batch.global_size, num_data_ranks * larger)
         if not rest and 0 < num_micro <= MOST_MICROBATCHES:
             yield {"batch.micro_size": larger}
+
+
+def sizes_of_statistics(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
+    """Micro-batches with which so many samples are those of ranks; else those of fewer or more ranks."""
+    num_data_ranks = mesh.degree(sequence_axes())
+    size = batch.statistics_size or 0
+    numbers = divisors(num_data_ranks)
+    for num_ranks in reversed(numbers):
+        if size % num_ranks == 0:
+            yield {"batch.micro_size": size // num_ranks}
+    for num_ranks in sorted(numbers, key=lambda each: abs(each * batch.micro_size - size)):
+        yield {"batch.statistics_size": num_ranks * batch.micro_size}
 
 
 def _smaller_micro_sizes(mesh: Mesh, batch: BatchConfig, largest: int) -> Iterator[Suggestion]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,24 @@ Calls = list[tuple[Tensor, ...]]
 """The values of each call of one module in one micro-batch."""
 RECORDS = "buffer_records"
 """Attribute of a module that is bound to records."""
+GROUP = "statistics_group"
+"""Attribute of a BatchNorm whose statistics are of more than its own micro-batch."""
+
+
+class NormalisesTogether(Protocol):
+    """Normalises several micro-batches together.
+
+    Attributes:
+        size: how many, with consecutive samples.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x normalised, and mean and unbiased variance [2, C] of them all."""
 
 
 def update_buffers(module: nn.Module, *values: Tensor) -> None:
@@ -127,7 +145,7 @@ class BufferRecords:
 
 
 class RecordingBatchNorm(_BatchNorm):
-    """A BatchNorm whose training forward records the statistics of its micro-batch.
+    """A BatchNorm whose training forward records the statistics of its micro-batch, or group of them.
 
     The base class behind torch's BatchNorm in the classes that `record_batch_norm` makes: it takes the
     place of torch's own forward, also where the forward of a subclass calls that. It computes in the
@@ -145,6 +163,11 @@ class RecordingBatchNorm(_BatchNorm):
         if not self.training:
             mean, variance = running_mean.to(wide), running_var.to(wide)
             return F.batch_norm(x, mean, variance, weight, bias, eps=self.eps)
+        group: NormalisesTogether | None = vars(self).get(GROUP)
+        if group is not None:
+            out, statistics = group(x, weight, bias, self.eps)
+            _hand_over(self, (statistics,))
+            return out
         # With momentum 1 the kernel writes the statistics themselves, the variance unbiased.
         statistics = running_mean.new_zeros((2, len(running_mean)), dtype=wide)
         mean, variance = statistics.unbind()
@@ -155,26 +178,35 @@ class RecordingBatchNorm(_BatchNorm):
         return out
 
     def update_buffers(self, statistics: Tensor) -> None:
-        """The formula of torch's BatchNorm, by mean and unbiased variance [2, C]; without a momentum the
-        mean of all micro-batches.
-        """
-        assert self.running_mean is not None, "a BatchNorm that tracks its statistics"
-        assert self.running_var is not None, "a BatchNorm that tracks its statistics"
-        mean, variance = statistics.to(self.running_mean.dtype).unbind()
-        share: float | Tensor = self.momentum or 0.0
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                share = self.num_batches_tracked.to(mean.dtype).reciprocal()
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
+        """Update the running values by mean and unbiased variance [2, C]."""
+        update_running_values(self, statistics)
+
+
+@torch.no_grad()
+def update_running_values(norm: _BatchNorm, statistics: Tensor) -> None:
+    """The formula of torch's BatchNorm, by mean and unbiased variance [2, C]; without a momentum the
+    mean of all micro-batches.
+    """
+    assert norm.running_mean is not None, "a BatchNorm that tracks its statistics"
+    assert norm.running_var is not None, "a BatchNorm that tracks its statistics"
+    mean, variance = statistics.to(norm.running_mean.dtype).unbind()
+    share: float | Tensor = norm.momentum or 0.0
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            share = norm.num_batches_tracked.to(mean.dtype).reciprocal()
+    norm.running_mean.lerp_(mean, share)
+    norm.running_var.lerp_(variance, share)
 
 
 @lru_cache(maxsize=256)
 def _recording_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
     """The class with torch's own forward replaced, and otherwise what it is."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, RecordingBatchNorm), names)
+    bases: tuple[type, ...] = (cls, RecordingBatchNorm)
+    if cls.forward is nn.SyncBatchNorm.forward:  # which calls torch.distributed
+        bases = (RecordingBatchNorm, cls)
+    return type(cls.__name__, bases, names)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -188,6 +220,34 @@ def record_batch_norm(block: nn.Module) -> None:
         if is_batch_norm(module) and not isinstance(module, RecordingBatchNorm):
             cls: Any = type(module)
             module.__class__ = _recording_class(cls)
+
+
+def num_together(module: nn.Module) -> int:
+    """How many micro-batches a module normalises together."""
+    group: NormalisesTogether | None = vars(module).get(GROUP)
+    return 1 if group is None else group.size
+
+
+class _PartOfGroup:
+    """Stands for what normalises parts together, where these have no values: one sample is enough."""
+
+    size = 1
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `NormalisesTogether`."""
+        statistics = x.new_zeros((2, x.shape[1]))
+        mean, variance = statistics.unbind()
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps), statistics
+
+
+def take_parts(blocks: Mapping[str, nn.Module]) -> None:
+    """Let BatchNorm of blocks on the meta device take parts of what is normalised together."""
+    for block in blocks.values():
+        record_batch_norm(block)
+        for module in filter(is_batch_norm, block.modules()):
+            vars(module)[GROUP] = _PartOfGroup()
 
 
 def updating_modules(block: nn.Module, name: str) -> dict[str, nn.Module]:

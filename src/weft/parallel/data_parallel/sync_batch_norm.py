@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.comm.comm import Comm, comm_or_world
-from weft.comm.ops import copy_to_region, reduce_from_region
 from weft.core.mesh import Axis
+from weft.models.common.buffer_updates import update_running_values
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.model.group_statistics import StatisticsGroup
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -20,8 +21,8 @@ class SyncBatchNorm(_BatchNorm):
         net = weft.DistributedDataParallel(weft.SyncBatchNorm.convert(net))
 
     Mean and variance are those of the whole batch, whatever part of it a rank has; gradients flow
-    back to the inputs of all ranks. Two all-reduces a forward and two a backward, of the number of
-    channels each. In evaluation it is BatchNorm.
+    back to the inputs of all ranks. One all-gather a forward and one all-reduce a backward, of two numbers
+    a channel. In evaluation it is BatchNorm.
 
     Args:
         num_features: C.
@@ -65,40 +66,15 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.comm.degree(self.axis) == 1:
             own: Tensor = super().forward(x)
             return own
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        num_own = wide.new_full((1,), x.numel() // x.shape[1])
-        *sums, count = self._total(torch.cat([wide.sum(dims), num_own])).split([x.shape[1], 1])
-        mean = sums[0] / count
-        centred = wide - mean.view(shape)
-        variance = self._total(centred.square().sum(dims)) / count
-        self._track(mean, variance, count)
-        normalised = centred * (variance + self.eps).rsqrt().view(shape)
-        if self.affine:
-            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        result: Tensor = normalised.to(x.dtype)
-        return result
-
-    def _total(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks, which each uses for its own samples: gradients are summed, too."""
-        total = reduce_from_region(partial, self.comm, self.axis)
-        return copy_to_region(total, self.comm, self.axis)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics, as torch's BatchNorm does."""
-        if self.running_mean is None or self.running_var is None:
-            return
-        share = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if share is None:
-                share = 1.0 / float(self.num_batches_tracked)
-        assert share is not None, "statistics that are tracked have a momentum or a count"
-        unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (
+            None if param is None else param.to(wide) for param in (self.weight, self.bias)
+        )
+        group = StatisticsGroup(self.comm, self.axis, self.comm.degree(self.axis))
+        out, statistics = group(x, weight, bias, self.eps)
+        if self.running_mean is not None:
+            update_running_values(self, statistics)
+        return out
 
 
 def _converted(module: _BatchNorm, comm: Comm, axis: Axis) -> SyncBatchNorm:

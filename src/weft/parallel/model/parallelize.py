@@ -16,7 +16,7 @@ from weft.core.shard import DimAxis, Shard, first_axes, shard_of
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_example
-from weft.models.common.buffer_updates import BufferRecords, ignoring_updates
+from weft.models.common.buffer_updates import BufferRecords, ignoring_updates, take_parts
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
@@ -315,6 +315,8 @@ def _plain_chain(
         columns = plan.seq_len // comm.degree(position_axes())
         example = token_example(plan.micro_size, max(columns, 2 * degree))
     blocks = dict(whole.blocks.items())
+    if plan.statistics_ranks > 1:
+        take_parts(blocks)
     with ignoring_updates(blocks):
         return ChainSnapshot.of(blocks, example, whole.repeats)
 

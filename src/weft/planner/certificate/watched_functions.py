@@ -19,10 +19,18 @@ from weft.models.common.experts import Sorting
 from weft.parallel.context import whole_sequences
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert import dispatch
+from weft.parallel.model import group_statistics
 from weft.parallel.tensor import chunked_products
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dims, with_dim
 from weft.parallel.zero import grad_norm, param_group, quantized_group
-from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
+from weft.planner.certificate.axis_types import (
+    PARTIAL,
+    UNTYPED,
+    VARYING,
+    AxisType,
+    of_dims,
+    replicated,
+)
 from weft.planner.certificate.declared_regions import declared
 from weft.planner.certificate.step_comm import StepComm
 from weft.planner.certificate.tensor_types import TypedPiece
@@ -63,6 +71,7 @@ class WatchedFunctions:
             (whole_sequences, "share_gradient"): functools.partial(self._gradient_share, PARTIAL),
             (whole_sequences, "join_gradient"): functools.partial(self._gradient_share, None),
             (quantized_group, "dequantize_into"): self._dequantize_into,
+            (group_statistics, "group_batch_norm"): self._group_batch_norm,
         }
         before = {}
         for (module, name), change in changes.items():
@@ -212,6 +221,17 @@ class WatchedFunctions:
             self.mode.set(out, given)
 
         return declared(original(x, comm, axis), self.mode, declare, declare_gradient)
+
+    def _group_batch_norm(
+        self, original: Callable[..., tuple[Tensor, Tensor]], *args: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Not typed, as BatchNorm of one rank."""
+        with self.mode.paused():
+            outputs = original(*args)
+        for out in outputs:
+            self.mode.set(out, (UNTYPED,) * len(self.mode.axes))
+        self.mode.report("+".join(self.mode.axes), "BatchNorm", is_certain=False)
+        return outputs
 
     def _dequantize_into(self, original: Callable[..., None], *args: Any) -> None:
         """Frozen matrices are dequantized: they have the types of their parameters."""

@@ -160,7 +160,7 @@ class LiveStepCheck:
             index,
             self._replica.num_ranks,
             global_size=self._replica.num_sequences,
-            micro_size=self.step.model.plan.micro_size,
+            micro_size=self.step.model.plan.normalised_size,
             is_perturbed=is_perturbed,
             most_rows=self._most_rows,
             is_whole=bool(self._plain_chain().updated),
@@ -253,7 +253,7 @@ class LiveStepCheck:
             loss_spread=tables.loss_spread,
             num_units=num_units(
                 global_size=self._replica.num_sequences,
-                micro_size=self.step.model.plan.micro_size,
+                micro_size=self.step.model.plan.normalised_size,
                 is_whole=bool(self._plain_chain().updated),
             ),
             num_terms=self._num_terms if self._defers_noise else None,
