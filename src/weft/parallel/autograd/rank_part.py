@@ -393,7 +393,7 @@ def _reject(func: Callable[..., Any], holders: Holders) -> NoReturn:
             f"takes {name} of a weight of which each rank along {', '.join(holders.axes)} has a part",
             need="entries by themselves, or norms and sums of all",
             fix="weft.ShardedOptimizer(net.parameters(), torch.optim.Adafactor, comm), whose optimizer sees whole "
-            "weights",
+            "weights (with DistributedDataParallel, not FullyShardedDataParallel)",
         )
     )
 
