@@ -313,7 +313,7 @@ def old_style(script: Script) -> None:
 def muon(script: Script) -> None:
     net = script.wrapped()
     matrices = [p for p in net.parameters() if p.ndim == 2]
-    script.train(torch.optim.Muon(matrices, lr=0.05), steps=1)  # it rounds to bfloat16
+    script.train(torch.optim.Muon(matrices, lr=0.05))
     script.train(Orthogonal(matrices))
 
 
