@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -68,10 +69,14 @@ def load_optimizer_states(
             fix="make the optimizer with the groups that it had",
         )
         raise DataError(fault)
-    for group, loaded_group, names in zip(optimizer.param_groups, loaded, groups, strict=True):
-        group.update({key: value for key, value in loaded_group.items() if key != "params"})
-        for name, param in zip(names, group["params"], strict=True):
-            _load_state(optimizer, param, states["state"].get(name, {}))
+    replaced: AbstractContextManager[None] = nullcontext()
+    if isinstance(optimizer, ShardedOptimizer):
+        replaced = optimizer.replaced_states()
+    with replaced:
+        for group, loaded_group, names in zip(optimizer.param_groups, loaded, groups, strict=True):
+            group.update({key: value for key, value in loaded_group.items() if key != "params"})
+            for name, param in zip(names, group["params"], strict=True):
+                _load_state(optimizer, param, states["state"].get(name, {}))
 
 
 def _name(name_of: Mapping[int, str], param: Tensor) -> str:
@@ -113,7 +118,9 @@ def _own(key: str, value: Any, shard: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_alike = key != "step" and value.shape == shard.shape
-    if not is_alike or not isinstance(shard, ShardedTensor):
-        return value.detach().clone()
+    if not is_alike:
+        return value.detach().clone()  # a count of steps stays where the optimizer keeps it
+    if not isinstance(shard, ShardedTensor):
+        return value.detach().to(shard.device, copy=True)
     own = shard.with_local(shard.local.detach().to(value.dtype, copy=True))
     return own.copy_(value.to(own.device))

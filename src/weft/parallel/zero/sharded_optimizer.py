@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -189,11 +190,10 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank."""
-        self._coded.clear()
-        self.inner.load_state_dict(state_dict)
-        for shard, state in self.inner.state.items():
-            adopt_group(shards_in((shard, state)))
-        self._encode_states()
+        with self.replaced_states():
+            self.inner.load_state_dict(state_dict)
+            for shard, state in self.inner.state.items():
+                adopt_group(shards_in((shard, state)))
         self._copy_settings_from_inner()
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -234,13 +234,21 @@ class ShardedOptimizer(Optimizer):
         states: dict[int, State] = {}
         for number, param in enumerate(params):
             states[id(param)] = given.get(number, {})
-        self._coded.clear()
-        self.inner.state.clear()
-        for flat_group in self._flat_groups:
-            self.inner.state.update(flat_group.shard_states(states))
-        self._encode_states()
+        with self.replaced_states():
+            self.inner.state.clear()
+            for flat_group in self._flat_groups:
+                self.inner.state.update(flat_group.shard_states(states))
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
+
+    @contextmanager
+    def replaced_states(self) -> Iterator[None]:
+        """Inside the block the states of all shards are replaced by loaded values; with `state_bits=8` its
+        end is a collective over all ranks.
+        """
+        self._coded.clear()  # or the next step would decode them over what is loaded
+        yield
+        self._encode_states()
 
     def shard_of(self, param: Tensor) -> Tensor:
         """The shard that is updated for a parameter."""
@@ -361,7 +369,7 @@ def _own_part(value: Any, shard: ShardedTensor) -> Any:
     """This rank's entries of a state value of the parameter's shape; others as they are."""
     if not isinstance(value, Tensor) or value.shape != shard.shape:
         return _copy(value)
-    return shard.with_local(own_entries(value, shard).clone())
+    return shard.with_local(own_entries(value, shard).to(shard.device, copy=True))
 
 
 def _check_not_sharded(params: Iterable[Tensor]) -> None:
