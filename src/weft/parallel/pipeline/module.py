@@ -31,7 +31,7 @@ from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
-    check_state_keys,
+    check_state,
     mark_wrapped,
     reject_pickle,
 )
@@ -137,6 +137,7 @@ class PipelineParallel(nn.Module):
         self._start_alike()
         self._broadcast_buffers = BufferBroadcast()
         self._player = Player(self.model, before_last_backward=self._reduce_in_backward)
+        self._is_in_step = False
 
     def _make_reducer(self) -> GradientReducer:
         """Buckets of the parameters that are trained now."""
@@ -172,9 +173,11 @@ class PipelineParallel(nn.Module):
 
         Raises:
             PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
-                a pipeline, micro-batches have another shape than `example`; gradients are disabled.
+                a pipeline, micro-batches have another shape than `example`; gradients are disabled; the
+                step before raised an error, and there are several stages.
         """
         _check_gradients_enabled()
+        self._drop_interrupted()
         if self._trained_memory() != self._bucketed:  # frozen, unfrozen or cast since the last step
             self._reducer.remove_hooks()
             for param in self.model.params.values():
@@ -186,11 +189,31 @@ class PipelineParallel(nn.Module):
         batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
         self._broadcast_buffers.before_forward(self.stages)
+        self._is_in_step = True
         state = self._player.play(batches, seed)
         loss = state.loss * seed
         self._finish_gradients(axes)
         self._broadcast_buffers(self.stages, self.comm, axes)
+        self._is_in_step = False
         return self._divide_once(loss, axes, num_parts=num_parts)
+
+    def _drop_interrupted(self) -> None:
+        """Begin anew where the last step has raised an error, as out of memory."""
+        if not self._is_in_step:
+            return
+        if self.comm.degree(PP) > 1:
+            # Messages of that step may still be under way: this step would receive them.
+            fault = Fault(
+                f"{WRAPPER_NAME}.step",
+                "the last step raised an error, and what other stages have sent in it was not received",
+                fix="start all ranks again",
+            )
+            raise PlanError(fault)
+        self._is_in_step = False
+        self._reducer.drop_interrupted()
+        block = self.model.blocks[LOSS]
+        if isinstance(block, _LossBlock):
+            block.take_counts()
 
     def _divide_once(self, loss: Tensor, axes: tuple[str, ...], *, num_parts: int) -> Tensor:
         """The loss of all ranks. Where the loss counts its targets, it and the gradients, so far the
@@ -257,9 +280,9 @@ class PipelineParallel(nn.Module):
         number of ranks.
 
         Raises:
-            DataError: keys are missing or unknown.
+            DataError: keys are missing or unknown, or a tensor has another shape.
         """
-        check_state_keys(state, [entry.key for entry in self._state_entries])
+        check_state(state, {entry.key: entry.shape for entry in self._state_entries})
         for key, tensor in self.local_tensors().items():
             tensor.copy_(state[key])
 
