@@ -594,3 +594,32 @@ def test_a_state_of_other_shapes_is_rejected() -> None:
             pipe.load_full_state_dict(state)
 
     run_ranks("pp1", rank)
+
+
+class ScaledByPlainTensor(nn.Module):
+    """A block with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.scale = torch.full((6,), 2.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+def test_blocks_may_have_tensors_that_are_plain_attributes() -> None:
+    torch.manual_seed(1)
+    blocks = [ScaledByPlainTensor(), ScaledByPlainTensor()]
+    x, _ = data()
+    expected = nn.functional.mse_loss(nn.Sequential(*copy.deepcopy(blocks))(x), x)
+
+    def rank(comm: Comm) -> Tensor:
+        pipe = PipelineParallel(
+            copy.deepcopy(blocks), comm, loss=nn.functional.mse_loss, example=x[:12], microbatches=2
+        )
+        return pipe.step(x, x)
+
+    for loss in run_ranks("pp2", rank):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

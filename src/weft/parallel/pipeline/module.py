@@ -19,7 +19,7 @@ from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.rank_part import clip_to, part_of, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.buffers import BufferBroadcast
-from weft.parallel.model.module_copy import copied_module
+from weft.parallel.model.chain import copied_without_memory
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.packing import Packing, call_block, packing_of
 from weft.parallel.pipeline.player import Player
@@ -509,8 +509,8 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
     keep_compiler_unimported()
     x: Any = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
-    for index, block in enumerate(blocks):
-        meta_block = copied_module(block, {}).to("meta")
+    copies = copied_without_memory({str(index): block for index, block in enumerate(blocks)})
+    for index, meta_block in enumerate(copies.values()):
         inputs = list(tensors_in(x))
         versions = [tensor._version for tensor in inputs]
         x = call_block(meta_block, x)
