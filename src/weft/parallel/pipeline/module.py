@@ -118,11 +118,15 @@ class PipelineParallel(nn.Module):
         modules = {str(index): block for index, block in enumerate(blocks)}
         if isinstance(loss, nn.Module):
             modules[LOSS] = loss
+        # Of all blocks, before those of other ranks are dropped: `full_state_dict` broadcasts the same
+        # tensors in the same order on every rank.
         self._state_entries = state_entries(modules)
         chain: dict[str, nn.Module] = {}
         packing: Packing | None = None
         last_of_stages = {int(stage.blocks[-1]) for stage in stages[:-1]}
         for index, block in enumerate(blocks):
+            # What the block before has packed, this one unpacks. Only the last block of a stage packs:
+            # within a stage tensors are handed on as they are.
             unpacking = packing
             packing = outputs[index].packing if index in last_of_stages else None
             chain[str(index)] = _UserBlock(block, unpacking=unpacking, packing=packing)
@@ -185,6 +189,7 @@ class PipelineParallel(nn.Module):
             self._reducer = self._make_reducer()
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
+        # As for means. Where losses are sums, `_divide_once` corrects this when all counts are known.
         seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)
         batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
@@ -223,6 +228,7 @@ class PipelineParallel(nn.Module):
         block = self.model.blocks.get(LOSS)
         if isinstance(block, _LossBlock):
             counts = block.take_counts()
+        # One all-reduce for all three. Only ranks of the last stage have numbers; the others add zeros.
         local = torch.zeros(3, dtype=loss.dtype, device=loss.device)
         local[0] = loss
         local[1] = sum(counts)
@@ -234,6 +240,7 @@ class PipelineParallel(nn.Module):
         if num_without:
             what = "returned a number of targets for some micro-batches alone"
             raise PlanError(Fault("loss", what, got=f"none for {num_without} of {num_parts}"))
+        # The seed has divided by `num_parts` already.
         factor = num_parts / nonzero(count)
         self._reducer.scale(factor)
         return total * factor
@@ -252,6 +259,7 @@ class PipelineParallel(nn.Module):
             if param.grad is None:
                 continue
             gradients.append(param.grad)
+            # Every copy of a tied parameter has the same sum: all are scaled, one counts in the norm.
             if name not in aliases:
                 counted.append((param.grad, ()))
         norm = total_norm(self.comm, counted, over=PP)
@@ -319,6 +327,8 @@ class PipelineParallel(nn.Module):
                 continue
             own = param.detach().clone()
             received = torch.empty_like(own)
+            # Both sides send and receive in one block, or two ranks would wait for each other; which of
+            # them has the first stage is decided afterwards.
             with comm.grouped_messages():
                 send = comm.start_send(own, PP, to=tie.peer)
                 receiving = comm.start_recv(received, PP, source=tie.peer)
@@ -376,16 +386,22 @@ class PipelineParallel(nn.Module):
         where no rank used a parameter that is not tied.
         """
         reducer = self._reducer
+        # First of all: on other ranks the backward may have started these reductions, and the
+        # all-reduce of `used_on_any_rank` must have the same place behind them everywhere.
         reducer.start_remaining()
+        # Before `finish`, which forgets which gradients have arrived.
         used = set(reducer.used_on_any_rank(axes))
         reducer.finish()
         sum_tied_gradients(self.model, reducer)
         is_sharded = self.comm.degree(PP) > 1
+        # A stage that did not use its copy has the gradient of the one that did.
         used.update(tie.name for tie in self.model.cross_stage_ties)
         for group in reducer.groups:
             for name, param in group.params.items():
                 param.grad = None
                 if name in used:
+                    # A gradient of some stages is marked as a part: torch.nn.utils.clip_grad_norm_
+                    # would take their norm for that of all.
                     gradient = group.set_grad(name)
                     param.grad = part_of(gradient, None) if is_sharded else gradient
 
@@ -512,6 +528,7 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
     copies = copied_without_memory({str(index): block for index, block in enumerate(blocks)})
     for index, meta_block in enumerate(copies.values()):
         inputs = list(tensors_in(x))
+        # A write in place counts the version up, also one through a view.
         versions = [tensor._version for tensor in inputs]
         x = call_block(meta_block, x)
         writes_input = [tensor._version for tensor in inputs] != versions
