@@ -60,6 +60,7 @@ def init_block(
     for _, module in modules:
         for tensor in _own_tensors(module):
             if id(tensor) not in initialised:
+                # Also after `reset_parameters`: ranks may have drawn different numbers.
                 comm.broadcast_(tensor, axis, root=0)
 
 

@@ -174,6 +174,7 @@ class ShardedOptimizer(Optimizer):
     def _gather_updated(self) -> None:
         """All-gather what this step has updated."""
         updated = [each for each in self._flat_groups if each.has_updates]
+        # All start before the first is waited for.
         works = [
             self.comm.start_all_gather_(flat_group.params_memory.alias(), self.axis)
             for flat_group in updated
@@ -332,6 +333,7 @@ class _FlatGroup:
             if param.grad is None:
                 shard.grad = None
                 continue
+            # A view of a contiguous gradient: what the optimizer changes in it, it changes in the parameter's.
             own_entries = plain(param.grad).reshape(-1)[shard.entries.own]
             shard.grad = shard.with_local(own_entries)
 
