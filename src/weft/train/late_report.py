@@ -47,13 +47,15 @@ class LaunchedStep:
 
 def reports_late(step: TrainStep) -> bool:
     """Whether reports of a step may be late: its update can be left out on the device, and nothing
-    on the host depends on its numbers.
+    on the host depends on its numbers. Steps of models that update buffers are waited for.
     """
     optimizer = step.optimizer
     return (
         step.model.comm.device.type in LATE_DEVICES
         and not step.loss_scale.is_dynamic
         and step.local_updates is None
+        # The methods that update buffers are users' code, which no flag on the device leaves out.
+        and not step.model.buffer_records.modules
         and isinstance(optimizer, NamedOptimizer)
         and optimizer.skips_on_device
     )
