@@ -85,6 +85,7 @@ class LateReports:
         if on_phase is not None:
             on_phase("update")
         pending = computed.totals
+        # Never lowered here: later steps compute with parameters that lack this update.
         self._skip = torch.maximum(self._skip, pending.is_not_finite)
         grad_norm.clip(
             step.grads,
@@ -94,6 +95,7 @@ class LateReports:
         )
         step.update(lr, skip=self._skip)
         step.grads.after_optimizer_step()
+        # Behind the update in the stream, so that the numbers arrive when it is done.
         pending.start_reading()
         return LaunchedStep(number, batches, lr, computed)
 
