@@ -35,8 +35,10 @@ MIN_INTERVAL_S = 10.0
 """Between automatic snapshots; a run that is shorter has none."""
 FLAG_SHIFT = 4
 """Place of the flags of a snapshot in a rank's status, beside those of a save."""
-DUE = 1 << 8
-"""Status flag of rank 0: a snapshot follows this step."""
+DUE = StatusFlag.STATE_CHANGED << FLAG_SHIFT
+"""Status flag of rank 0: a snapshot follows this step. The saver of snapshots has no status in this place,
+which is the last one that every step sends.
+"""
 
 
 def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
