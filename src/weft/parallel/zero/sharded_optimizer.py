@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -365,6 +365,18 @@ class _FlatGroup:
             if state:
                 found[shard] = state
         return found
+
+
+@contextmanager
+def replaced_states(optimizer: Optimizer) -> Iterator[MutableMapping[Tensor, State]]:
+    """The states of any optimizer, of a `ShardedOptimizer` those of its shards, which are replaced inside
+    the block; see `ShardedOptimizer.replaced_states`.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        with optimizer.replaced_states():
+            yield optimizer.inner.state
+    else:
+        yield optimizer.state
 
 
 def _own_part(value: Any, shard: ShardedTensor) -> Any:
