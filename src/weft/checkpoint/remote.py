@@ -261,10 +261,14 @@ class RemoteFolder:
         for other in folder.glob(f"{FETCH_PREFIX}step-*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
-        place.mkdir(exist_ok=True)
         stored = self._stored(step)
         if stored is None:
             raise CheckpointError(Fault(KEY, f"the copy {name} has changed during the download"))
+        if _digest_of(place) != stored.digest:
+            # Begun from another copy of the step: its files have the same names and perhaps lengths.
+            shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(exist_ok=True)
+        # Before the first file: they say which copy the files here are of.
         (place / MANIFEST).write_bytes(stored.text)
         (place / DIGEST).write_bytes(stored.digest)
         for file in stored.manifest.files:
