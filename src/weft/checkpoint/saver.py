@@ -268,6 +268,8 @@ class Saver:
             need_bytes = int(self.comm.sum_world(num_bytes).item())
         else:
             collect_error = self._collect(temporary_path(pending.final))
+        if self.comm.rank in self.separate and (failing_ranks or collect_error):
+            pending.write.remove_files()  # rank 0 discards the folder of its own host
         if self.comm.rank > 0:
             return
         if collect_error:
