@@ -118,6 +118,7 @@ class MemorySnapshots:
     def is_due(self, step: int, status: int) -> bool:
         """Whether a snapshot follows step `step`, in which some rank had each flag of `status`."""
         own_status = status >> FLAG_SHIFT
+        # Some rank still writes the one before; training does not wait for it.
         if own_status & StatusFlag.WRITING:
             return False
         if self.every is None:
@@ -140,6 +141,7 @@ class MemorySnapshots:
 
     def _take(self, step: int) -> Iterator[Event]:
         start_s = self._now_s()
+        # After a rollback this step may be there already, from before.
         self.remove_above(step - 1)
         events = self._saver.save(step)
         yield from self._notes(events)

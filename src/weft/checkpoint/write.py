@@ -180,9 +180,11 @@ def _write_rank(
     layout = lay_out([_file_entry(item) for item in items if item.num_bytes])
     offsets = iter(layout.offsets)
     tensors: dict[str, Stored] = {}
+    # Never over a file: of two writers of one rank the second one fails.
     with (tmp / file_name).open("xb") as file:
         file.write(layout.header)
         while items:
+            # Taken out, so that the copy is freed once it is written: the file grows as memory shrinks.
             item = items.popleft()
             pieces: tuple[Piece, ...] = ()
             if item.num_bytes:
