@@ -20,7 +20,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -120,9 +120,7 @@ class RemoteFile:
             DataError: it cannot be downloaded, or has no place.
         """
         path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(path.parent):
             if not path.exists():
                 part = path.with_name(f".{path.name}.part")
                 try:
@@ -232,19 +230,57 @@ def make_room(*, keep: frozenset[Path] = frozenset()) -> None:
     Args:
         keep: files that stay.
     """
-    sizes: dict[Path, int] = {}
-    last_use: dict[Path, float] = {}
-    for path in (path for path in _root().glob("*/*") if path.name != LOCK):
-        stat, folder = path.stat(), path.parent
-        sizes[folder] = sizes.get(folder, 0) + stat.st_size
-        last_use[folder] = max(last_use.get(folder, 0.0), stat.st_mtime)
-    num_bytes = sum(sizes.values())
+    uses = {folder: _use_of(folder) for folder in _root().glob("*")}
+    num_bytes = sum(use.num_bytes for use in uses.values())
     kept = {path.parent for path in keep}
-    for folder in sorted(sizes.keys() - kept, key=lambda folder: last_use[folder]):
+    for folder in sorted(uses.keys() - kept, key=lambda folder: uses[folder].last_s):
         if num_bytes <= _limit_bytes():
             return
-        num_bytes -= sizes[folder]
-        shutil.rmtree(folder)
+        num_bytes -= uses[folder].num_bytes
+        _remove(folder)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Bytes of a folder of the cache, and the time of its last use, s."""
+
+    num_bytes: int
+    last_s: float
+
+
+def _use_of(folder: Path) -> _Use:
+    num_bytes, last_s = 0, 0.0
+    with suppress(OSError):  # another process may remove the folder meanwhile
+        for name in os.listdir(folder):
+            if name != LOCK:
+                with suppress(FileNotFoundError):  # or have its download whole
+                    stat = (folder / name).stat()
+                    num_bytes, last_s = num_bytes + stat.st_size, max(last_s, stat.st_mtime)
+    return _Use(num_bytes, last_s)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of the cache, which is made where it is not there."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        # the folder may be removed before its lock is open, or while this process waits for it:
+        # then others lock another file of that name
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            lock = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK)):
+                held = stack.pop_all()
+                break
+    with held:
+        yield
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of the cache, unless a process downloads into it."""
+    with suppress(OSError), (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _root() -> Path:
