@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from weft.cli import main
 from weft.config.load import load
@@ -211,6 +212,15 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
     parts = list(split_text(text, limit=40))
     actual = [token for part in parts for token in tokenizer.encode(part)]
     assert actual == tokenizer.encode(text)
+
+
+def test_the_words_of_pieces_are_those_of_the_whole_at_blank_lines():
+    """GPT-2's words: a blank line is two of them before a letter, and one at the end of a text."""
+    gpt2_words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    text = "one two\n\nthree four\n\n" * 9
+    parts = list(split_text(text, limit=23))
+    actual = [word for part in parts for word, _ in gpt2_words(part)]
+    assert actual == [word for word, _ in gpt2_words(text)]
 
 
 @given(
