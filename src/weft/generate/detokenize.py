@@ -23,8 +23,9 @@ class TokenDecoder(Protocol):
 class StreamDetokenizer:
     """Text of tokens, piece by piece: the pieces joined are the text of all tokens.
 
-    Tokens may hold parts of a character, so the end of a text is not final while it is a
-    replacement character: it is held back until more tokens or the end have come. Tokens are
+    Tokens may hold parts of a character, so the replacement characters at the end of a text are not
+    final, of which some tokenizers give one for each byte: they are held back until more tokens or
+    the end have come. Tokens are
     decoded from the last place that lay between two characters, with the tokens before it, since
     some tokenizers drop a space at the beginning of what they decode.
     """
@@ -40,7 +41,7 @@ class StreamDetokenizer:
         self._pending.append(token)
         text = self._pending_text()
         is_unfinished = text.endswith(UNFINISHED)
-        final = text.removesuffix(UNFINISHED)[self._num_returned :]
+        final = text.rstrip(UNFINISHED)[self._num_returned :]
         self._num_returned += len(final)
         if not is_unfinished:
             self._before = self._pending
