@@ -27,6 +27,7 @@ from weft.data.prepare import PrepareOptions, is_valid
 from weft.data.prepared import open_prepared, tokenizer_of
 from weft.data.token_sources import open_source
 from weft.data.tokenizer import FileTokenizer, open_tokenizer, train_bpe
+from weft.data.verify import content_faults
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
@@ -186,6 +187,14 @@ def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"))
     values = np.fromfile(folder / "train.bin", "<u4").tolist()
     assert values == list("".join(TEXTS).encode())
+
+
+def test_a_document_that_is_open_when_there_are_tokens_enough_is_ended(tmp_path):
+    (tmp_path / "long.txt").write_text("a line of a text that is longer than a batch\n" * 40_000)
+    options = PrepareOptions((str(tmp_path / "long.txt"),), valid=0.0, max_tokens=1000)
+    info = prepare.prepare(options, tmp_path / "out").splits["train"]
+    assert (info.documents, info.longest) == (1, info.tokens)
+    assert not list(content_faults(open_prepared(tmp_path / "out"), "train"))
 
 
 # ---- pieces

@@ -347,6 +347,9 @@ def _encode_text(
                 writer.end_document()
         report(batch[-1].at)
         if options.is_enough(writers["train"]):
+            # the batch may end inside a document, whose rest is not read
+            for writer in writers.values():
+                writer.end_document()
             return
 
 
