@@ -312,6 +312,7 @@ class ConversationSamples:
                 row.pairs[place + int(self.table.first_targets[document])] = True
             place += length
             number += 1
+        # padding sees itself alone, and no position is beyond the sequence
         row.pad(place, number)
         return row
 
@@ -365,6 +366,7 @@ class ConversationSamples:
         table = self.table
         for array in (table.lengths, table.rows.items, table.rows.bounds):
             little_endian = np.ascontiguousarray(array, dtype="<i8")
+            # the rows too: a run is not continued where another version packs the records differently
             digest.update(little_endian.tobytes())
         return digest.hexdigest()
 
@@ -417,6 +419,7 @@ def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Int
     while first < len(lengths):
         stop_token = bounds[first] + BLOCK_TOKENS
         last = int(np.searchsorted(bounds, stop_token, side="right")) - 1
+        # a document longer than a part is a part of its own
         last = max(last, first + 1)
         part = slice(first, last)
         own_bounds = bounds[first : last + 1]

@@ -73,13 +73,14 @@ def tar_rows(file: Path) -> Iterator[Row]:
         key, fields = "", dict[str, Any]()
         try:
             # a stream: members are read one after the other, and nothing is extracted
-            with tarfile.open(fileobj=source.content, mode="r|", tarinfo=_Member) as archive:
+            with tarfile.open(fileobj=source.content, mode="r|", tarinfo=_ArchiveMember) as archive:
                 for member in archive:
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
                     if not member.isfile() or not stem:
                         continue
                     own_key = f"{folder}/{stem}"
+                    # files of a sample follow each other: a stream cannot look for later ones
                     if own_key != key and fields:
                         yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
                         fields = {}
@@ -93,7 +94,7 @@ def tar_rows(file: Path) -> Iterator[Row]:
             yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
 
 
-class _Member(tarfile.TarInfo):
+class _ArchiveMember(tarfile.TarInfo):
     """A file of a tar. A broken header is an error wherever it stands: `tarfile` takes all but the
     first for the end of the archive.
     """
@@ -192,6 +193,7 @@ def _array_items(content: IO[bytes]) -> Iterator[bytes]:
             if not block or len(text) - place > MAX_LINE_BYTES:
                 raise
             text, place = text[place:] + decoder.decode(block), 0
+            # what was read is parsed again each time: by blocks of equal size a long item would take quadratic time
             num_read *= 2
             continue
         if item is None:
