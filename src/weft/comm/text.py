@@ -21,7 +21,9 @@ of one rank would leave the others waiting.
 def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     """The text of every rank of the mesh, in rank order; every rank must call it."""
     encoded = text.encode(errors=SURROGATES)
+    # rows of one length: a collective needs equal shapes on all ranks
     length = _longest(comm, len(encoded))
+    # the same on all ranks, so all of them leave out the second call
     if length == 0:
         return ("",) * comm.mesh.size
     row = _bytes_as_tensor(comm, encoded.ljust(length, PADDING))
@@ -71,6 +73,7 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None], *, key: str = "re
         action()
     except CheckpointError as error:
         faults = error.faults
+    # every rank comes here, whether its own action failed or not
     texts = all_gather_text(comm, "; ".join(map(str, faults)))
     if faults:
         raise CheckpointError(*faults)
