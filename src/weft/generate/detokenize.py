@@ -43,6 +43,7 @@ class StreamDetokenizer:
         is_unfinished = text.endswith(UNFINISHED)
         final = text.rstrip(UNFINISHED)[self._num_returned :]
         self._num_returned += len(final)
+        # only from here on: a place inside a character would decode to something else
         if not is_unfinished:
             self._before = self._pending
             self._pending = []
@@ -56,6 +57,7 @@ class StreamDetokenizer:
         return final
 
     def _pending_text(self) -> str:
+        # decoded with what came before, and that cut off again: the first token alone may lose its space
         known = self.tokenizer.decode(self._before)
         tokens = [*self._before, *self._pending]
         text = self.tokenizer.decode(tokens)
@@ -104,6 +106,7 @@ class GeneratedText:
             self._held = ""
             self.finish_reason = "stop"
             return
+        # what may be the beginning of the stop text waits for what follows
         num_final = len(held) - overlap(held, self._stop)
         self.text += held[:num_final]
         self._held = held[num_final:]
