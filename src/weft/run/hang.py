@@ -281,7 +281,7 @@ class _Diagnosis:
             return self._hang("stopped", rank, text)
         if snapshot in path:
             return self._deadlock(path[path.index(snapshot) :])
-        if snapshot.waiting is None:
+        if snapshot.waiting is None or not snapshot.waiting.has_known_members:
             limit_s = busy_limit_s(
                 snapshot.phase, step_s=self.step_s, timeout_s=self.timeout_s, patience=self.patience
             )
@@ -360,7 +360,9 @@ class _Diagnosis:
 
 
 def missing_members(call: WaitingCall, snapshots: Sequence[RankSnapshot]) -> tuple[int, ...]:
-    """Members of a call that have not started it."""
+    """Members of a call that have not started it; none where that is not known."""
+    if not call.has_known_members:
+        return ()
     return tuple(
         member
         for member in call.members

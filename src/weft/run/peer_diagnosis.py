@@ -79,7 +79,7 @@ class PeerDiagnosis:
     def find(self, call: WaitingCall) -> HungPeer | None:
         """Follow the ranks that `call` waits for; the first that is hung, or None."""
         path = [self.rank]
-        while True:
+        while call.has_known_members:
             members = self._ask_members(call, waiting=path[-1])
             if self.is_closing():
                 return None
@@ -97,6 +97,7 @@ class PeerDiagnosis:
                 return _deadlock(cycle, answer, call)
             path.append(rank)
             call = answer.waiting
+        return None
 
     def _ask_members(self, call: WaitingCall, *, waiting: int) -> _Members:
         """Ask the members of a call, up to the first one that has not joined it."""

@@ -50,6 +50,8 @@ NUM_DURATIONS = 128
 """Step times that are kept per rank."""
 NUM_GROUPS = 40
 """Groups of ranks whose calls are counted per rank."""
+NO_GROUP = 0
+"""Number that further groups share."""
 MAX_TEXTS = 4096
 MAX_LOOK_AGE_S = 1.0
 """Age of a look at the device after which it says nothing: the thread that looks does not run."""
@@ -102,6 +104,13 @@ class WaitingCall:
     group: int
     position: int
     is_on_device: bool = False
+
+    @property
+    def has_known_members(self) -> bool:
+        """Whether the board says who the members are and which of them have started the call: it has no
+        place for the numbers of further groups, nor for the members of a very large one.
+        """
+        return self.group != NO_GROUP and bool(self.members)
 
 
 @dataclass(frozen=True)
@@ -342,7 +351,7 @@ class RankStatus:
 
     def _add_group(self, call: ShownCall) -> int:
         """The words of a new group: its number and its calls. Groups beyond NUM_GROUPS share the
-        last place, which has number 0 and is not shown.
+        last place, which has the number NO_GROUP and is not shown.
         """
         used = len(set(self._group_words.values()))
         index = GROUPS_AT + 2 * min(used, NUM_GROUPS)
