@@ -81,6 +81,7 @@ class PeerDiagnosis:
         path = [self.rank]
         while call.has_known_members:
             members = self._ask_members(call, waiting=path[-1])
+            # then questions end without an answer, which is no sign of a hung rank
             if self.is_closing():
                 return None
             rank = members.missing
@@ -139,6 +140,7 @@ class PeerDiagnosis:
         own_host = self.host_of(asked_by)
         hosts = {rank: self.host_of(rank) for rank in answers}
         elsewhere = [rank for rank, host in hosts.items() if host != own_host]
+        # a link between machines is cut more often than memory within one
         candidates = elsewhere or list(answers)
         culprit = candidates[0]
         text = (

@@ -316,6 +316,7 @@ class RankStatus:
         now_ns = time.monotonic_ns()
         words[GROUP] = words[self._group_words[call.group_key]]
         words[POSITION] = position
+        # after the text and the numbers of the call: a reader that sees it finds this call there
         words[WAITING] = now_ns
         self._changed(now_ns)
 
@@ -324,6 +325,7 @@ class RankStatus:
         words = self._words
         if call is not self._call_on_device:
             self._call_on_device = call
+            # before the text changes: what is read meanwhile is no call
             words[DEVICE_SEEN] = 0
         if call is None:
             return
@@ -362,6 +364,7 @@ class RankStatus:
 
     def _add_text(self, call: ShownCall) -> bytes:
         """Text and members of a call, as one piece of the slot."""
+        # shapes may differ in every step; the texts of a thousand steps are not worth their memory
         if len(self._texts) >= MAX_TEXTS:
             self._texts.clear()
         text = _call_text(call)
