@@ -50,7 +50,7 @@ are held in it; so within this factor of the loss scale either is right."""
 
 
 @dataclass(frozen=True)
-class _StepGradients:
+class StepGradients:
     """Gradients of a step, times the loss scale.
 
     Attributes:
@@ -321,7 +321,7 @@ class Reference:
             self._rebalance(computed.forward.loads)
         self._keep_state(step)
 
-    def _gradients_as_on_layout(self, step: int, batch: Batch, num_targets: int) -> _StepGradients:
+    def _gradients_as_on_layout(self, step: int, batch: Batch, num_targets: int) -> StepGradients:
         """The gradients of a step; in a borderline case of float16 with the loss scale at which they
         overflow, or not, as on the layout.
         """
@@ -342,7 +342,7 @@ class Reference:
             self.trace.keep(step, "forward", f"{name} as used", param)
         self.trace.keep_number(step, "batch", "number of targets", num_targets)
 
-    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
+    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> StepGradients:
         """Forward and backward of a batch with a loss scale."""
         self.buffers.undo()
         trained = {name: self.params[name] for name in self.trained}
@@ -364,17 +364,17 @@ class Reference:
             gradients[name] = gradient
             squares.append(float(gradient.double().square().sum()))
         norm = math.sqrt(sum(squares)) / scale
-        return _StepGradients(
+        return StepGradients(
             forward, gradients, scale, norm, overflows=self.is_scaled and not math.isfinite(norm)
         )
 
-    def _overflows_elsewhere(self, step: int, computed: _StepGradients) -> bool:
+    def _overflows_elsewhere(self, step: int, computed: StepGradients) -> bool:
         """Whether the gradients of the step overflow here or on the layout, but not on both."""
         if self.skipped is None or not self.is_scaled:
             return False
         return computed.overflows != (step in self.skipped)
 
-    def _keep_gradients(self, step: int, computed: _StepGradients, num_targets: int) -> None:
+    def _keep_gradients(self, step: int, computed: StepGradients, num_targets: int) -> None:
         forward = computed.forward
         forward.keep_in(self.trace, step)
         self.trace.keep_number(step, "loss", "loss", forward.loss / num_targets)
@@ -385,7 +385,7 @@ class Reference:
             self.trace.keep(step, "backward", title, unscaled)
             self.trace.keep(step, "reduce", title, unscaled)
 
-    def _update(self, step: int, computed: _StepGradients, *, lr: float) -> None:
+    def _update(self, step: int, computed: StepGradients, *, lr: float) -> None:
         factor = _clip_factor(computed.norm, self.task.clip_of(step))
         self.trace.keep_number(step, "clip", "clip factor", factor)
         factor_of_scaled = factor / computed.scale
