@@ -97,6 +97,8 @@ class Reference:
         if task.has_token_losses:
             use_plain_losses(self.blocks)
         use_plain_fp8(self.blocks)
+        # Before parameters are named and filled: a tied one is one tensor then, and autograd
+        # adds up what its uses give.
         tie(self.blocks, ties)
         self.buffers = PlainBuffers(
             self.blocks, compute=self.types.compute, dtype=self.types.params
@@ -110,6 +112,7 @@ class Reference:
         if task.dpo is not None:
             self.blocks[LOSS] = PlainPreferenceLoss(task.dpo, perturbed=self.perturbed)
             if task.dpo.has_reference:
+                # Copied here, while the blocks have their initial values.
                 self.reference_model = ReferenceModel(
                     self.blocks, stored=None, perturbed=self.perturbed
                 )
@@ -123,6 +126,8 @@ class Reference:
         """Give the modules their initial values; those that are trained, in the dtype of parameters."""
         trained = {}
         for name, param in self.params.items():
+            # Blocks compute with a copy in the type of computation; the optimizer updates the value in
+            # the type of parameters, so that no small update is lost in rounding.
             value = self.values[name]
             param.data = value.to(self._module_dtype(name))
             if param.requires_grad:
@@ -313,6 +318,7 @@ class Reference:
         if computed.overflows:
             self.trace.skipped.add(step)
             self.scale = computed.scale / 2
+            # Its micro-batches have moved the statistics already.
             self.buffers.undo()
         else:
             self.scale = computed.scale
@@ -344,6 +350,7 @@ class Reference:
 
     def _gradients(self, batch: Batch, num_targets: int, scale: float) -> StepGradients:
         """Forward and backward of a batch with a loss scale."""
+        # The gradients of a borderline step are computed twice, and its statistics must move once.
         self.buffers.undo()
         trained = {name: self.params[name] for name in self.trained}
         forward = ReferencePass(
@@ -360,6 +367,7 @@ class Reference:
         gradients: dict[str, Tensor] = {}
         squares: list[float] = []
         for name, total in sums.items():
+            # Rounded before the norm is computed, as ranks round the reduced sum to the type of the parameter.
             gradient = total.to(self.types.params)
             gradients[name] = gradient
             squares.append(float(gradient.double().square().sum()))
@@ -410,6 +418,7 @@ class Reference:
             is_free = free_signs(name, step)
             if is_free is None:
                 continue
+            # For all entries, so that what is drawn later does not depend on how many are free.
             bits = torch.randint(0, 2, gradient.shape, generator=self._generator)
             signs = 2 * bits - 1
             drawn[name] = torch.where(is_free, gradient * signs, gradient)

@@ -114,6 +114,7 @@ class LiveStepCheck:
                 return
             if self._compare(live):
                 self._keep_for_update(live)
+                # Its update is compared after the block, once the step has made it.
                 compared.append(live)
 
         with sketches.watch(self.step.model.blocks, batches):
@@ -258,6 +259,7 @@ class LiveStepCheck:
             ),
             num_terms=self._num_terms if self._defers_noise else None,
         )
+        # On every rank or on none: perturbed passes gather parameters from all of them.
         if self._defers_noise and any_rank(self.comm, bool(judgement.differences)):
             judgement = self._with_noise(live, judgement, plain.whole)
         self._conclude(live, judgement, plain.rows, time.perf_counter() - start_s)
@@ -266,6 +268,7 @@ class LiveStepCheck:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Gradients are computed in the block, and no random number of the run is drawn."""
+        # A user's model may draw from torch's own generator; the next step must draw as if nothing had been compared.
         rng_state = torch.get_rng_state()
         with torch.enable_grad(), self.comm.unchecked():
             yield
@@ -325,6 +328,7 @@ class LiveStepCheck:
         if loss is None or not loss.dpo.has_labels:
             return
         loss.z0 = None
+        # z0 is the mean of plain passes; perturbed ones would be computed for nothing.
         exact = [replace(unit, noise_seeds=()) for unit in units]
         losses = self._passes(live, whole, exact, draws=False).losses()
         total = sum_over_ranks(self.comm, losses).sum()
