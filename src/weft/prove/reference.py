@@ -220,28 +220,29 @@ class Reference:
         loss = 0.0
         num_targets = 0
         task = self.task
-        self.buffers.set_training(False)
         for numbers in evaluated_samples(task.samples, task.batch.global_size):
             batch = self.batch_of(numbers)
             num_targets += _num_targets(batch)
             self._estimate_z0(batch)
-            for rows in self.micro_batches(len(batch.inputs)):
-                part = batch.rows(slice(rows.start, rows.stop))
-                loss += self._loss_alone(part)
-        self.buffers.set_training(True)
+            loss += sum(self._losses_alone(batch))
         mean = loss / max(num_targets, 1)
         self.trace.keep_number(step, "evaluation", "evaluation loss", mean)
         self.trace.keep_number(step, "evaluation", "number of targets", num_targets)
 
     @torch.no_grad()
-    def _loss_alone(self, batch: Batch) -> float:
-        """The sum over targets of the last block's loss."""
-        x: Any = batch.inputs
-        for name, block in self.blocks.items():
-            x = activation_of(run_block(name, block, x, batch))
-            if isinstance(x, Tensor) and x.dim():
-                x = self.perturbed(x)
-        return float(x.double())
+    def _losses_alone(self, batch: Batch) -> list[float]:
+        """The sums over targets of the last block's loss in each micro-batch, evaluated."""
+        losses = []
+        with self.buffers.evaluating():
+            for rows in self.micro_batches(len(batch.inputs)):
+                part = batch.rows(slice(rows.start, rows.stop))
+                x: Any = part.inputs
+                for name, block in self.blocks.items():
+                    x = activation_of(run_block(name, block, x, part))
+                    if isinstance(x, Tensor) and x.dim():
+                        x = self.perturbed(x)
+                losses.append(float(x.double()))
+        return losses
 
     def _estimate_z0(self, batch: Batch) -> None:
         """Set z0 of KTO to that of a whole batch: the mean of what its second documents have gained
@@ -251,14 +252,8 @@ class Reference:
         if not isinstance(loss, PlainPreferenceLoss) or not loss.dpo.has_labels:
             return
         loss.z0 = None
-        plain = replace(batch, draw_keys=None)
-        self.buffers.set_training(False)
-        parts = [
-            self._loss_alone(plain.rows(slice(rows.start, rows.stop)))
-            for rows in self.micro_batches(len(batch.inputs))
-        ]
-        self.buffers.set_training(True)
-        loss.z0 = max(sum(parts) / max(_num_targets(batch), 1), 0.0)
+        total = sum(self._losses_alone(replace(batch, draw_keys=None)))
+        loss.z0 = max(total / max(_num_targets(batch), 1), 0.0)
 
     def free_outputs(
         self, num_steps: int, free_updates: Callable[[str, int], Tensor | None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.core.dimension import local_update_axes, pipeline_axis, plain_data_axes
 from weft.errors import ProofError
 from weft.models.common.batch import Batch
+from weft.models.common.buffer_updates import evaluating
 from weft.models.common.preference import preference_loss_of
 from weft.prove.live_step.compared_numbers import LiveDifference
 from weft.prove.live_step.due import Due
@@ -330,7 +331,8 @@ class LiveStepCheck:
         loss.z0 = None
         # z0 is the mean of plain passes; perturbed ones would be computed for nothing.
         exact = [replace(unit, noise_seeds=()) for unit in units]
-        losses = self._passes(live, whole, exact, draws=False).losses()
+        with evaluating(self._plain_chain().blocks):
+            losses = self._passes(live, whole, exact, draws=False).losses()
         total = sum_over_ranks(self.comm, losses).sum()
         loss.z0 = (total / max(live.plain_targets, 1)).clamp(min=0)
 
