@@ -213,6 +213,15 @@ def test_automatic_snapshots_take_less_than_their_share_of_the_time(run, tmp_pat
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+def test_a_run_takes_automatic_snapshots(run, tmp_path, monkeypatch):
+    """What rank 0 asks for reaches all ranks with the numbers of a step."""
+    monkeypatch.setattr(memory, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(memory, "MAX_COST", 1e9)
+    run_ranks("dp3", lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank), until=3))
+    (newest, *_) = [step for step, _ in checkpoints(tmp_path / "memory")]
+    assert newest >= 2
+
+
 @pytest.mark.parametrize(("has_launcher", "separate"), [(True, ()), (False, (1,))])
 def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_folder(
     run, tmp_path, monkeypatch, has_launcher, separate

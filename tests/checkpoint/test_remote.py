@@ -170,6 +170,22 @@ def test_only_missing_files_are_downloaded(bucket, tmp_path):
     assert requests_of("get") == []
 
 
+def test_files_of_an_interrupted_download_are_not_those_of_a_later_copy_of_the_step(
+    bucket, tmp_path
+):
+    there = tmp_path / "there"
+    bucket.upload(save(tmp_path / "here", 5), nonce=bucket.claim(tmp_path / "here"))
+    BreakingFileSystem.requests.clear()
+    BreakingFileSystem.break_at = 1
+    with pytest.raises(CheckpointError, match="cannot be downloaded"):
+        bucket.fetch(there)
+    BreakingFileSystem.break_at = None
+    again = states.save(tmp_path / "again", states.small_state(6), step=5)
+    bucket.upload(again, nonce=bucket.claim(tmp_path / "again"))
+    assert bucket.fetch(there) == 5
+    open_checkpoint(checkpoint_path(there, 5)).verify()
+
+
 def test_old_copies_are_removed(bucket, tmp_path, monkeypatch):
     here = here_with_folder(tmp_path / "here")
     monkeypatch.setattr(RemoteFolder, "open", lambda url: bucket)

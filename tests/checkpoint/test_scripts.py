@@ -315,3 +315,33 @@ def test_the_script_of_the_page_goes_on_with_another_number_of_ranks(tmp_path: P
         assert last.startswith("step 8: loss "), last
         (tmp_path / f"{name}.txt").write_text(last)
     assert (tmp_path / "twice.txt").read_text() == (tmp_path / "once.txt").read_text()
+
+
+def test_states_in_8_bits_are_saved_and_loaded_as_values(tmp_path: Path) -> None:
+    def rank(comm: Comm) -> tuple[dict[str, Any], dict[str, Any], int]:
+        torch.manual_seed(0)
+        net = weft.DistributedDataParallel(nn.Linear(64, 80), comm)
+        optimizer = weft.ShardedOptimizer(
+            net.parameters(), torch.optim.AdamW, comm, lr=0.02, state_bits=8
+        )
+
+        def step(scale: float) -> None:
+            optimizer.zero_grad()
+            (net(torch.ones(3, 64)) * scale).square().sum().backward()
+            optimizer.step()
+
+        step(1.0)
+        weft.save(tmp_path / "saved", net, optimizer)
+        saved = net.full_optim_state_dict(optimizer)["state"]
+        step(3.0)
+        weft.load(tmp_path / "saved", net, optimizer)
+        shard = optimizer.shard_of(net.module.weight)
+        loaded = net.full_optim_state_dict(optimizer)["state"]
+        return saved, loaded, len(optimizer.inner.state[shard])
+
+    for saved, loaded, num_values in run_ranks("dp2", rank):
+        assert num_values == 1, "the count of steps; the others are codes again"
+        for name, state in saved.items():
+            assert set(loaded[name]) == set(state)
+            for key, value in state.items():
+                assert torch.equal(loaded[name][key], value), (name, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.saving import run_facts
 from tests.matrix.layouts import LR, Case, batches
@@ -64,6 +65,32 @@ def test_one_checkpoint_of_two_hosts_is_on_the_host_of_rank_0(tmp_path, chunk, m
     assert len(list(path.glob("rank-*.safetensors"))) == 4
     assert not list(checkpoints(tmp_path / "host1"))
     assert not list((tmp_path / "host1" / "ckpt").iterdir())
+
+
+def test_a_save_that_failed_is_tried_again_on_two_hosts(tmp_path):
+    def rank(comm: Comm) -> list[str]:
+        step = build_step(CASE.run, comm)
+        folder = folder_of(tmp_path, comm.rank)
+        saver = Saver(
+            comm,
+            folder,
+            state=step.state,
+            facts=run_facts(CASE.run, step),
+            every=0,
+            keep=2,
+            stop_requested=lambda: False,
+            separate=ranks_without_folder(comm, folder),
+        )
+        param = next(iter(step.model.params.values()))
+        kept = param.detach().clone()
+        if comm.rank < 2:
+            param.data.fill_(torch.nan)
+        events = list(saver.finish(1, save=True))
+        param.data.copy_(kept)
+        events += saver.finish(1, save=True, again=True)
+        return [event["event"] for event in events]
+
+    assert run_ranks(CASE.mesh, rank)[0] == ["save_failed", "save"]
 
 
 @pytest.mark.parametrize("mesh", ["dp4", "pp2 tp2"])

@@ -119,6 +119,9 @@ def test_sources_of_arrays_are_mixed(tmp_path: Path) -> None:
     assert read.fields is not None
     assert read.fields["label"][1] == values()["label"][2]
     assert np.array_equal(read.inputs[1], values()["image"][2])
+    proved = batch_of(mixed, np.array([N + 3, 2]), later=False)
+    assert proved.fields is not None
+    assert np.array_equal(proved.fields["label"].numpy(), read.fields["label"])
 
 
 def without(name: str) -> Callable[[Values], None]:

@@ -217,6 +217,14 @@ def test_truncation_is_counted_and_reported(tmp_path, tok):
         opened(tmp_path, records, seq_len=32, long="error")
 
 
+def test_truncation_of_texts_with_classes_is_reported(tmp_path, tok):
+    records = [{"text": "a " * 40, "label": "good"}, {"text": "b", "label": "bad"}]
+    options = {"format": "classify", "classes": ("good", "bad"), "seq_len": 32}
+    note = truncation_note(opened(tmp_path, records, **options).facts(), seq_len=32)
+    assert note is not None
+    assert note.startswith("of 2 texts: 1 text cut at data.seq_len 32")
+
+
 @pytest.mark.parametrize("kind", ["chat", "preference"])
 def test_prepared_records_are_those_that_are_encoded_at_the_start(tmp_path, tok, kind):
     records = conversations()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from weft.cli import main
 from weft.config.load import load
@@ -26,6 +27,7 @@ from weft.data.prepare import PrepareOptions, is_valid
 from weft.data.prepared import open_prepared, tokenizer_of
 from weft.data.token_sources import open_source
 from weft.data.tokenizer import FileTokenizer, open_tokenizer, train_bpe
+from weft.data.verify import content_faults
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
@@ -187,6 +189,14 @@ def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
     assert values == list("".join(TEXTS).encode())
 
 
+def test_a_document_that_is_open_when_there_are_tokens_enough_is_ended(tmp_path):
+    (tmp_path / "long.txt").write_text("a line of a text that is longer than a batch\n" * 40_000)
+    options = PrepareOptions((str(tmp_path / "long.txt"),), valid=0.0, max_tokens=1000)
+    info = prepare.prepare(options, tmp_path / "out").splits["train"]
+    assert (info.documents, info.longest) == (1, info.tokens)
+    assert not list(content_faults(open_prepared(tmp_path / "out"), "train"))
+
+
 # ---- pieces
 
 
@@ -211,6 +221,15 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
     parts = list(split_text(text, limit=40))
     actual = [token for part in parts for token in tokenizer.encode(part)]
     assert actual == tokenizer.encode(text)
+
+
+def test_the_words_of_pieces_are_those_of_the_whole_at_blank_lines():
+    """GPT-2's words: a blank line is two of them before a letter, and one at the end of a text."""
+    gpt2_words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    text = "one two\n\nthree four\n\n" * 9
+    parts = list(split_text(text, limit=23))
+    actual = [word for part in parts for word, _ in gpt2_words(part)]
+    assert actual == [word for word, _ in gpt2_words(text)]
 
 
 @given(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import io
 import json
 import os
+import shutil
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +25,7 @@ from weft.data import streams
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import tokenizer_of
 from weft.data.row_files import tar_rows
-from weft.data.streams import CACHE_VARIABLE, GIB, RemoteFile, remote_files, source_files
+from weft.data.streams import CACHE_VARIABLE, GIB, RemoteFile, make_room, remote_files, source_files
 from weft.data.token_sources import open_source
 from weft.errors import DataError
 
@@ -163,6 +166,56 @@ def test_the_cache_is_bounded(
     for size in ("much", "nan", "-1", "0"):
         monkeypatch.setenv(CACHE_VARIABLE, size)
         assert "is no size" in complaint(f"{url}/part-1.txt")
+
+
+def cached(number: int) -> RemoteFile:
+    """A file in the cache, in a folder of its own."""
+    file = RemoteFile(f"http://nowhere/{number}.txt")
+    file.path.parent.mkdir(parents=True)
+    file.path.write_bytes(TEXT)
+    return file
+
+
+def test_processes_may_make_room_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks of one host do: each finds folders that another one is removing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(len(TEXT) / GIB))
+    files = [cached(number) for number in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(make_room) for _ in range(4)]:
+            done.result()
+    assert sum(file.path.exists() for file in files) <= 1
+
+
+def test_a_folder_that_is_downloaded_into_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(len(TEXT) / GIB))
+    files = [cached(number) for number in range(3)]
+    for age, file in enumerate(files):
+        os.utime(file.path, (9 - age, 9 - age))
+    with (files[2].path.parent / streams.LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make_room()
+    assert [file.path.exists() for file in files] == [True, False, True]
+
+
+def test_a_folder_that_is_removed_while_its_lock_is_awaited_is_made_again(
+    server: tuple[str, type[Server]],
+) -> None:
+    url, _ = server
+    file = RemoteFile(f"{url}/a.txt")
+    file.path.parent.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool:
+        with (file.path.parent / streams.LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fetched = pool.submit(file.fetched)
+            time.sleep(0.2)
+            shutil.rmtree(file.path.parent)
+        assert fetched.result().read_bytes() == TEXT
 
 
 def test_file_systems_of_fsspec_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -336,3 +389,16 @@ def test_what_is_wrong_in_a_tar_is_named(
     cut.write_bytes(write_tar(tmp_path / "long.tar", {"1.txt": bytes(2000)}).read_bytes()[:1000])
     with pytest.raises(DataError, match="broken tar"):
         list(tar_rows(cut))
+
+
+@pytest.mark.parametrize("damage", ["a header is overwritten", "a header is cut"])
+def test_a_tar_does_not_end_at_a_broken_header(tmp_path: Path, damage: str) -> None:
+    """Where `tarfile` sees its end, if members came before."""
+    file = write_tar(tmp_path / "shard.tar", {f"{number}.txt": b"text" for number in range(4)})
+    content = file.read_bytes()
+    header = 2 * 2 * tarfile.BLOCKSIZE
+    rest = content[header + tarfile.BLOCKSIZE :]
+    broken = b"?" * tarfile.BLOCKSIZE + rest if "overwritten" in damage else b"2.txt"
+    file.write_bytes(content[:header] + broken)
+    with pytest.raises(DataError, match="broken tar"):
+        list(tar_rows(file))

@@ -30,6 +30,17 @@ class Halves:
         return b"".join(token.to_bytes(2, "big") for token in tokens).decode(errors="replace")
 
 
+class ByteFallback:
+    """A tokenizer that gives bytes which are no text a replacement character each, as Llama 2's does."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        data = bytes(tokens)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(data)
+
+
 def pieces_of(tokenizer: object, tokens: Iterable[int]) -> list[str]:
     detokenizer = StreamDetokenizer(tokenizer)  # type: ignore[arg-type]
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
@@ -60,6 +71,13 @@ def test_tokens_of_several_bytes_stream_as_they_decode_at_once(data: bytes):
         pair = data[place : place + 2]
         tokens.append(int.from_bytes(pair, "big"))
     assert "".join(pieces_of(Halves(), tokens)) == data.decode(errors="replace")
+
+
+@given(st.text("a\N{SNOWMAN}\N{GRINNING FACE}"))
+@example("\N{SNOWMAN}")
+def test_characters_are_never_split_where_each_byte_shows_as_one(text: str):
+    pieces = pieces_of(ByteFallback(), text.encode())
+    assert "".join(pieces) == text
 
 
 @given(st.lists(st.integers(0, len(Words.pieces) - 1)))

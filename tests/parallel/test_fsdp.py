@@ -341,6 +341,68 @@ def test_a_meta_module_without_reset_parameters_is_rejected_by_name() -> None:
         run_ranks("dp2", rank)
 
 
+class HalfReset(nn.Module):
+    """A module whose `reset_parameters` sets one of its tensors."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(3))
+        self.missing = missing
+        if missing == "second":
+            self.second = nn.Parameter(torch.zeros(3))
+        else:
+            self.register_buffer("table", torch.arange(3.0))
+
+    def reset_parameters(self) -> None:
+        self.first.data.normal_()
+
+
+@pytest.mark.parametrize("missing", ["second", "table"])
+def test_a_meta_module_that_leaves_a_tensor_unset_is_rejected_by_name(missing: str) -> None:
+    def rank(comm: Comm) -> None:
+        with torch.device("meta"):
+            FullyShardedDataParallel(HalfReset(missing), comm)
+
+    with pytest.raises(PlanError, match=f"{missing}: has no values: it is on the meta device"):
+        run_ranks("dp2", rank)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_full_state_dicts_follow_parameters_that_scripts_have_given_other_memory(zero: Any) -> None:
+    given = {key: torch.full_like(value, 7) for key, value in nn.Linear(5, 3).state_dict().items()}
+
+    def rank(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        net = FullyShardedDataParallel(nn.Linear(5, 3), comm, zero=zero)
+        for param in net.parameters():
+            param.data = torch.full_like(param.data, 3)
+        replaced = net.full_state_dict()
+        net.double()
+        net.load_full_state_dict(given)
+        out = net(torch.ones(2, 5, dtype=torch.float64))
+        return replaced, net.full_state_dict(), out.detach()
+
+    for replaced, loaded, out in run_ranks("dp2", rank):
+        for key, value in given.items():
+            assert torch.equal(replaced[key], torch.full_like(value, 3))
+            assert loaded[key].dtype == torch.float64
+            assert torch.equal(loaded[key], value.double())
+        assert torch.equal(out, torch.full((2, 3), 5 * 7.0 + 7, dtype=torch.float64))
+
+
+def test_a_full_state_dict_of_other_shapes_is_rejected() -> None:
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(nn.Linear(5, 3), comm)
+        state = {
+            key: value.reshape(value.shape[::-1]) for key, value in net.full_state_dict().items()
+        }
+        with pytest.raises(
+            DataError, match=r"weight: has another shape \(got \[5, 3\]; need \[3, 5\]"
+        ):
+            net.load_full_state_dict(state)
+
+    run_ranks("dp2", rank)
+
+
 def test_a_full_state_dict_is_loaded_into_shards() -> None:
     other = Net(7).double()
     tokens = data()[0, 0]

@@ -499,3 +499,127 @@ def test_stages_hand_on_several_tensors(mesh: str, schedule: str) -> None:
                 gradient.as_subclass(Tensor), gradients[name], rtol=1e-11, atol=1e-14
             )
     assert seen == set(gradients)
+
+
+class FailingBackward(torch.autograd.Function):
+    """Raises an error in one of its backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backwards_left: list[int]) -> Tensor:
+        ctx.backwards_left = backwards_left
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.backwards_left[0] -= 1
+        if ctx.backwards_left[0] == 0:
+            raise MemoryError("of this backward")
+        return dy, None
+
+
+class Failing(nn.Module):
+    def __init__(self, backwards_left: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 5).double()
+        self.last = nn.Linear(5, 4).double()
+        self.backwards_left = backwards_left
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(FailingBackward.apply(self.first(x), self.backwards_left))
+        return y
+
+
+def summed_loss(x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.mse_loss(x, y, reduction="sum"), y.numel()
+
+
+@pytest.mark.parametrize("mesh", ["pp1", "dp2"])
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, summed_loss])
+def test_a_step_after_one_that_raised_an_error_equals_the_first(
+    mesh: str, failing: int, loss: Any
+) -> None:
+    x, y = data()
+
+    def rank(comm: Comm) -> list[tuple[Tensor, list[Tensor]]]:
+        found = []
+        for backwards_left in ([-1], [failing]):
+            block = Failing(backwards_left)
+            pipe = PipelineParallel([block], comm, loss=loss, example=x[:12], microbatches=2)
+            if backwards_left == [failing]:
+                with pytest.raises(MemoryError, match="of this backward"):
+                    pipe.step(x, y)
+            total = pipe.step(x, y)
+            found.append((total, [param.grad for param in pipe.parameters()]))
+        return found
+
+    for (first, first_grads), (second, second_grads) in run_ranks(mesh, rank):
+        assert torch.equal(first, second)
+        for one, other in zip(first_grads, second_grads, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_step_after_one_that_raised_an_error_is_rejected_on_several_stages() -> None:
+    x, y = data()
+
+    def rank(comm: Comm) -> None:
+        pipe = PipelineParallel(
+            chain(), comm, loss=nn.functional.mse_loss, example=x[:12], microbatches=2
+        )
+
+        def fail(module: nn.Module, args: Any) -> None:
+            raise MemoryError("of this forward")
+
+        for stage in pipe.stages:
+            stage.register_forward_pre_hook(fail)
+            next(stage.children()).register_forward_pre_hook(fail)
+        if comm.index("pp") == 0:
+            with pytest.raises(MemoryError, match="of this forward"):
+                pipe.step(x, y)
+            with pytest.raises(PlanError, match="the last step raised an error"):
+                pipe.step(x, y)
+
+    run_ranks("pp2", rank)
+
+
+def test_a_state_of_other_shapes_is_rejected() -> None:
+    def rank(comm: Comm) -> None:
+        x, _ = data()
+        pipe = PipelineParallel(
+            chain(), comm, loss=nn.functional.mse_loss, example=x[:12], microbatches=2
+        )
+        state = {key: value[:1] for key, value in pipe.full_state_dict().items()}
+        with pytest.raises(DataError, match=r"state: 0.0.weight: has another shape \(got \[1, 6\]"):
+            pipe.load_full_state_dict(state)
+
+    run_ranks("pp1", rank)
+
+
+class ScaledByPlainTensor(nn.Module):
+    """A block with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.scale = torch.full((6,), 2.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+def test_blocks_may_have_tensors_that_are_plain_attributes() -> None:
+    torch.manual_seed(1)
+    blocks = [ScaledByPlainTensor(), ScaledByPlainTensor()]
+    x, _ = data()
+    expected = nn.functional.mse_loss(nn.Sequential(*copy.deepcopy(blocks))(x), x)
+
+    def rank(comm: Comm) -> Tensor:
+        pipe = PipelineParallel(
+            copy.deepcopy(blocks), comm, loss=nn.functional.mse_loss, example=x[:12], microbatches=2
+        )
+        return pipe.step(x, x)
+
+    for loss in run_ranks("pp2", rank):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

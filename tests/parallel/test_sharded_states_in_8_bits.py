@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.errors import PlanError
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.parallel.zero.sharded_tensor import local_of
 from weft.prove.plain_codes import rounded_to_8_bits
@@ -221,3 +222,25 @@ def test_other_bits_are_rejected(options: dict[str, Any], error: str) -> None:
 
     with pytest.raises(PlanError, match=error):
         run_ranks("dp2", rank)
+
+
+def test_states_that_a_wrapper_loads_replace_the_codes() -> None:
+    kind, options = OPTIMIZERS["AdamW"]
+
+    def rank(comm: Comm) -> tuple[dict[str, Any], dict[str, Any], int]:
+        net = DistributedDataParallel(Net(), comm)
+        optimizer = ShardedOptimizer(
+            groups(net.module), kind, comm, state_bits=8, state_block=BLOCK, **options
+        )
+        train(net.module, optimizer)
+        saved = copy.deepcopy(net.full_optim_state_dict(optimizer))
+        train(net.module, optimizer, first=4)
+        net.load_optim_state_dict(optimizer, saved)
+        shard = optimizer.shard_of(net.module.first.weight)
+        return saved, net.full_optim_state_dict(optimizer), len(optimizer.inner.state[shard])
+
+    for saved, loaded, num_values in run_ranks("dp2", rank):
+        assert num_values == 1, "of a coded parameter the count of steps alone is a value"
+        for name, state in saved["state"].items():
+            for key, value in state.items():
+                assert torch.equal(loaded["state"][name][key], value), (name, key)

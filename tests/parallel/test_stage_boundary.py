@@ -65,3 +65,9 @@ def test_one_tensor_is_sent_as_it_is() -> None:
     assert sent_output(plan, 0, x) is x
     assert received_input(plan, 0, x) is x
     assert plan.boundary_shape(0) == (2, 5)
+
+
+def test_tensors_without_rows_are_sent_as_columns_without_rows() -> None:
+    plan = plan_of(("", "", ""))
+    sent = sent_output(plan, 0, tuple(tensor[:0] for tensor in tensors()))
+    assert tuple(sent.shape) == (0, 12 + 1 + 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from weft.prove.subject import Subject
 from weft.train.kl_estimate import KlEstimate
 from weft.train.reference_logprobs import References
 
+NORMED = Path(__file__).parents[1] / "user_models" / "normed_text.py"
 DPO = f"--loss dpo --data.packing documents {FLOAT64}"
 OTHER_LOSSES = {
     "sigmoid": "--dpo.label_smoothing 0.2",
@@ -160,6 +162,16 @@ def of_loss(name: str) -> str:
 @pytest.mark.parametrize("loss", OTHER_LOSSES)
 def test_layouts_of_other_losses_are_equal(loss: str, mesh: str) -> None:
     report = report_of(f"--mesh '{mesh}' {of_loss(loss)}")
+    assert report.holds, "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("loss", ["ipo", "kto"])
+def test_models_with_batch_norm_are_equal(loss: str) -> None:
+    """Before, the copy that a model is compared with had statistics of each batch and not those that
+    the model began with, and KTO ended the evaluation mode of the one-device reference.
+    """
+    sizes = "--batch.global_size 4 --batch.micro_size 2"
+    report = report_of(f"--model.name {NORMED} --mesh dp2 {of_loss(loss)} {sizes}", steps=2)
     assert report.holds, "\n".join(report.lines())
 
 

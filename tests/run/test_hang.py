@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from weft.run.hang import ENDED, MIN_STEPS, Hang, HangDetector, step_limit_s
+from weft.run.hang import BUSY_TIMEOUT_S, ENDED, MIN_STEPS, Hang, HangDetector, step_limit_s
 from weft.run.process_state import ProcessState
-from weft.run.rank_status import RankSnapshot, WaitingCall
+from weft.run.rank_status import NO_GROUP, RankSnapshot, WaitingCall
 
 DP, PP, SEND = 1, 2, 3
 RUNS, SLEEPS, STOPPED, TRACED, DISK = (ProcessState(letter) for letter in "RSTtD")
@@ -253,3 +253,15 @@ def test_the_limit_follows_the_slowest_percent_of_steps():
     assert step_limit_s([snapshot(0, times=times)]) == 2.0, "one of 101 is beyond the percentile"
     actual = step_limit_s([snapshot(0, times=(9.0, 9.0, *(0.1,) * 50, 3.0))])
     assert actual == 15.0
+
+
+@pytest.mark.parametrize("unknown", [call(0, 1, group=NO_GROUP), call()])
+def test_calls_of_which_the_board_knows_no_members_are_no_deadlock(unknown):
+    """Of groups beyond those that it counts, and of those whose members have no room: ranks in them
+    have the limit of a pause.
+    """
+    job = Job([snapshot(rank, waiting=unknown) for rank in range(2)])
+    assert job.hang_within(BUSY_TIMEOUT_S - 2)[0] is None
+    hang, _ = job.hang_within(4)
+    assert hang is not None
+    assert (hang.kind, hang.call) == ("stuck", None)

@@ -17,7 +17,7 @@ from weft.run import peer_diagnosis, peer_watch
 from weft.run.lock_holder import LockHolder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.process_state import ProcessState
-from weft.run.rank_status import StatusBoard
+from weft.run.rank_status import NUM_GROUPS, StatusBoard
 
 MESH = Mesh.parse("pp2 dp2")
 TIMEOUT_S = 0.5
@@ -136,6 +136,15 @@ def test_a_cycle_is_a_deadlock(ranks):
     cycle = "rank 0 -> rank 1 -> rank 3 -> rank 0 -> rank 1 -> rank 3"
     assert "deadlock, each waits for the next: " in verdict.text
     assert verdict.text.partition("the next: ")[2].partition(";")[0] in cycle
+
+
+def test_a_call_of_a_group_that_is_not_counted_is_no_deadlock(ranks):
+    many = [call(0, 1, other) for other in range(2, 2 + NUM_GROUPS)]
+    for rank in ranks[:2]:
+        rank.enter(3, *many, call(0, 1))
+    with ranks[0].watch, ranks[1].watch:
+        time.sleep(3 * TIMEOUT_S)
+    assert not ranks[0].verdicts
 
 
 def test_all_ranks_get_one_verdict_and_one_reports_it(ranks):

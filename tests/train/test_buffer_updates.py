@@ -189,12 +189,14 @@ def test_modules_that_update_buffers_are_found_by_name() -> None:
     assert list(updating_modules(block, "layer0")) == ["layer0.0", "layer0.2"]
 
 
-@pytest.mark.parametrize("compute", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compute", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("params", [torch.float64, torch.float32, torch.bfloat16])
 def test_buffers_of_the_proof_s_reference_are_those_of_ranks(
     compute: torch.dtype, params: torch.dtype
 ) -> None:
-    """Before, a table kept its float32 in the reference of a run in bfloat16."""
+    """Before, a table kept its float32 in the reference of a run in bfloat16, and BatchNorm was an error
+    in that of a run with parameters in float64 that computes in float32.
+    """
     table = nn.Module()
     table.register_buffer("angles", torch.linspace(0, 1, 7))
     table.register_buffer("places", torch.arange(7))
@@ -208,6 +210,15 @@ def test_buffers_of_the_proof_s_reference_are_those_of_ranks(
     ):
         assert one.dtype == other.dtype, name
         assert torch.equal(one, other), name
+    x = torch.randn(3, 2, dtype=compute)
+    record_batch_norm(of_rank)
+    for module in (of_rank[1], of_reference[1]):
+        for param in module.parameters():
+            param.data = param.data.to(compute)
+    tolerance = 8 * torch.finfo(compute).eps
+    for is_training in (True, False):
+        outputs = [block[1].train(is_training)(x) for block in (of_rank, of_reference)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
 
 
 def trained(out: Path, **keys: Any) -> weft.Result:

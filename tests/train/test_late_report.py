@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.spoiled_runs import bad_batch, events_of, run_of, spoil, words_of, write_text
+from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.load import load
+from weft.core.axes import Box
 from weft.errors import EXIT_FAILED, EXIT_OK
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
@@ -170,3 +172,22 @@ def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_h
         assert not same_bits(bits(), good)
 
     run_ranks("dp2", train)
+
+
+def test_buffers_are_updated_as_without_late_reports(tmp_path, monkeypatch):
+    resnet = Path(__file__).parents[1] / "user_models" / "resnet.py"
+    words = "--batch.global_size 4 --batch.micro_size 2 --prove.before never --transport threads --steps 5"
+    stored = []
+    for name, devices in (("early", set()), ("late", {"cpu"})):
+        monkeypatch.setattr(late_report, "LATE_DEVICES", frozenset(devices))
+        out = tmp_path / name
+        assert (
+            main(["train", "--model.name", str(resnet), *words.split(), "--out", str(out)])
+            == EXIT_OK
+        )
+        (checkpoint,) = (out / "ckpt").glob("step-*")
+        tensors = open_checkpoint(checkpoint).section("model")
+        names = [name for name in tensors.shapes if "running_mean" in name]
+        assert names
+        stored.append([tensors.read(name, Box.whole(tensors.shapes[name])) for name in names])
+    assert same_bits(*stored)

@@ -121,6 +121,7 @@ def _publish(tmp: Path, final: Path, text: bytes, *, ranks: int) -> None:
         (tmp / rank_manifest_name(rank)).unlink()
     write_whole(tmp / MANIFEST, text)
     write_whole(tmp / DIGEST, digest_text(text).encode())
+    # Names and contents are on the disk before the rename makes them a checkpoint.
     sync_folder(tmp)
     if kept_folder_of(final) is not None:
         final.unlink()  # the link to a state in memory gives way to the one on the disk

@@ -168,6 +168,7 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     removed = []
     best = best_step(run_folder)
     for step, path in checkpoints(run_folder):
+        # Newest first: what comes behind the valid ones that are kept is older, valid or not.
         if num_kept == keep:
             if step != best:
                 removed.append(path)
@@ -184,6 +185,7 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
 
 def _remove(path: Path) -> None:
     renamed = path.with_name(REMOVED_PREFIX + path.name)
+    # What an earlier removal has left: the rename would fail.
     remove_checkpoint(renamed)
     try:
         path.rename(renamed)

@@ -44,6 +44,7 @@ def copy_to_host(sources: Sequence[Tensor]) -> HostCopies:
         if source.is_cuda:
             pairs_of_device.setdefault(source.device, []).append(pair)
         else:
+            # On the CPU at once: training would change what a later copy reads.
             pair.copy.copy_(pair.source)
     ends = [_start_copies(device, started) for device, started in pairs_of_device.items()]
     tensors = tuple(pair.copy for pair in pairs)
@@ -72,6 +73,7 @@ class CopiesUnderWay:
         for end in list(self._ends):
             with torch.cuda.device(end.device):  # else a thread would open a context on the first
                 end.event.synchronize()
+        # With them the sources are freed.
         self._ends.clear()
 
 

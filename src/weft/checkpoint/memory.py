@@ -35,8 +35,10 @@ MIN_INTERVAL_S = 10.0
 """Between automatic snapshots; a run that is shorter has none."""
 FLAG_SHIFT = 4
 """Place of the flags of a snapshot in a rank's status, beside those of a save."""
-DUE = 1 << 8
-"""Status flag of rank 0: a snapshot follows this step."""
+DUE = StatusFlag.STATE_CHANGED << FLAG_SHIFT
+"""Status flag of rank 0: a snapshot follows this step. The saver of snapshots has no status in this place,
+which is the last one that every step sends.
+"""
 
 
 def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
@@ -116,6 +118,7 @@ class MemorySnapshots:
     def is_due(self, step: int, status: int) -> bool:
         """Whether a snapshot follows step `step`, in which some rank had each flag of `status`."""
         own_status = status >> FLAG_SHIFT
+        # Some rank still writes the one before; training does not wait for it.
         if own_status & StatusFlag.WRITING:
             return False
         if self.every is None:
@@ -138,6 +141,7 @@ class MemorySnapshots:
 
     def _take(self, step: int) -> Iterator[Event]:
         start_s = self._now_s()
+        # After a rollback this step may be there already, from before.
         self.remove_above(step - 1)
         events = self._saver.save(step)
         yield from self._notes(events)

@@ -175,6 +175,7 @@ class NodeSaver:
             self._exchange(pending)
             self._publish(pending)
         except CheckpointError as error:
+            # Until all ranks are here, another one of this node may still write into the folder.
             self.comm.barrier_world()
             discard(pending.tmp)
             reason = "; ".join(str(fault) for fault in error.faults)
@@ -195,6 +196,7 @@ class NodeSaver:
     def _publish(self, pending: _Pending) -> None:
         is_first = self.memory.is_first(self.comm.rank)
         final = checkpoint_path(self.memory.pieces, pending.step)
+        # An id for this attempt: after a restart the same step is written again, with other ranks perhaps.
         snapshot = all_gather_text(self.comm, uuid.uuid4().hex)[0]
 
         def rename() -> None:
@@ -210,6 +212,7 @@ class NodeSaver:
 
         raise_on_all_ranks(self.comm, rename)  # after it, every node has this one
         if is_first:
+            # Only now: a death before leaves the older one whole on all nodes.
             remove_pieces(self.memory, below=pending.step)
             shutil.rmtree(self.memory.folder / FOLDER, ignore_errors=True)
 

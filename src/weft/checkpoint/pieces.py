@@ -75,6 +75,7 @@ def first_holders(found: Sequence[NodePieces], step: int) -> dict[int, int]:
         holders = holders_of.setdefault(pieces.snapshot, {})
         for rank in pieces.held:
             holders.setdefault(rank, rank_here)
+    # Files of two attempts after the same step are of two states: they are never put together.
     for snapshot, holders in holders_of.items():
         if len(holders) == needed[snapshot]:
             in_rank_order = sorted(holders.items())

@@ -139,6 +139,7 @@ class Section:
             if overlap.size:
                 overlaps.append((piece, overlap))
         self._check_coverage(stored_name, box, overlaps)
+        # Every entry is written below: the boxes cover it, as has been checked.
         out = torch.empty(box.shape, dtype=torch_dtype(stored))
         for piece, overlap in overlaps:
             out[overlap.within(box)] = self._read_piece(stored_name, stored, piece, overlap)

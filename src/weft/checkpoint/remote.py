@@ -120,11 +120,13 @@ class RemoteFolder:
         is_there = self.files.read(*target, DIGEST) == digest
         if is_there and _are_whole(manifest, self.files.sizes(*target)):
             return
+        # The earlier copy of this step no longer counts from here on, while its files are replaced.
         self.files.remove(*target, DIGEST)
         self.files.make_folder(*target)
         for name in manifest.files:
             self.files.put(path / name, *target, name)
         self.files.put(path / MANIFEST, *target, MANIFEST)
+        # Once more, as the files took a while: the checksum alone makes the copy count.
         self.check_writer(nonce)
         self.files.write(digest, *target, DIGEST)
 
@@ -157,6 +159,7 @@ class RemoteFolder:
             digest = self.files.read(FOLDER, name, DIGEST)
             if digest is None:
                 continue
+            # Written before the other one is removed: a death in between loses no checksum.
             self.files.write(digest, FOLDER, name, DIGEST + ASIDE)
             self.files.remove(FOLDER, name, DIGEST)
             renamed.append(step)
@@ -174,6 +177,7 @@ class RemoteFolder:
         }
         text = json.dumps(writer)
         self.files.make_folder()
+        # The last one to write it is the writer: object stores have no locks.
         self.files.write(text.encode(), WRITER)
         replace_file(run_folder / OWN_WRITER, nonce)
         return nonce
@@ -261,10 +265,14 @@ class RemoteFolder:
         for other in folder.glob(f"{FETCH_PREFIX}step-*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
-        place.mkdir(exist_ok=True)
         stored = self._stored(step)
         if stored is None:
             raise CheckpointError(Fault(KEY, f"the copy {name} has changed during the download"))
+        if _digest_of(place) != stored.digest:
+            # Begun from another copy of the step: its files have the same names and perhaps lengths.
+            shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(exist_ok=True)
+        # Before the first file: they say which copy the files here are of.
         (place / MANIFEST).write_bytes(stored.text)
         (place / DIGEST).write_bytes(stored.digest)
         for file in stored.manifest.files:

@@ -70,7 +70,9 @@ def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     _check_unexpected_names(state, manifest)
     found = _FoundSections(checkpoint, sections)
     raise_on_all_ranks(comm, lambda: load_entries(found.of(param_states(state)), found.section))
+    # Before anything is gathered from what was loaded.
     check_digests(found.of(param_states(state)), manifest, comm)
+    # Blocks compute with gathered or cast copies, which still have the values from before.
     state.grads.after_optimizer_step()
 
 
@@ -130,6 +132,7 @@ def has_optimizer_state(state: TrainState, manifest: Manifest) -> bool:
     rank must call it.
     """
     comm = state.model.comm
+    # The answer has to be one for all ranks: they go on to other collectives with it.
     num_wrong = torch.zeros(1, dtype=torch.int64, device=comm.device)
     try:
         _check_optimizer(state, manifest)
@@ -166,6 +169,7 @@ def load_entries(params: Iterable[ParamState], section: Callable[[str], Source])
             source = opened_section(name)
             source.check_shape(owner, local.param.shape)
             entries = source.read_boxes(owner, local.boxes)
+            # In place: optimizers, flat memory and hooks hold this tensor.
             tensor.copy_(entries.view(tensor.shape))
         for name, tensor in local.of_blocks.items():
             source = opened_section(name)
@@ -320,6 +324,7 @@ def open_newest_valid(
             return open_verified(found.path, comm, root=root), tuple(faults)
         except CheckpointError as error:
             faults += error.faults
+            # Only this rank surely has the folder.
             below = _step_on_rank(root, found.path, comm)
 
 

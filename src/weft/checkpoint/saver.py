@@ -177,6 +177,7 @@ class Saver:
             best_loss: the evaluation loss, where it is the lowest so far.
         """
         start = time.perf_counter()
+        # One save at a time: the next may have the same temporary folder, and would hold one more copy of the state.
         yield from self.wait()
         final = checkpoint_path(self.run_folder, step)
         copied = snapshot_of(self._state())
@@ -210,6 +211,7 @@ class Saver:
         if save and (self.last_saved != step or again):
             yield from self.save(step)
         yield from self.wait()
+        # The commit is known on rank 0 alone.
         self.error = broadcast_text(self.comm, self.error)
 
     def into(self, folder: Path) -> Saver:
@@ -255,6 +257,7 @@ class Saver:
         """Commit or discard once all ranks have written. Without `exchange_errors` it is known that
         none failed.
         """
+        # Before anything that may raise an error: the write has ended, and is not to be ended again.
         self._writing = None
         self.write_s = pending.write.cpu_s
         local_error = _write_error(pending.write)
@@ -263,11 +266,14 @@ class Saver:
             errors = all_gather_text(self.comm, local_error)
         failing_ranks = [rank for rank, error in enumerate(errors) if error]
         collect_error = ""
+        # All ranks know the same errors, so all take the same collective here, or none.
         if failing_ranks:
             num_bytes = torch.tensor([pending.write.num_bytes], device=self.comm.device)
             need_bytes = int(self.comm.sum_world(num_bytes).item())
         else:
             collect_error = self._collect(temporary_path(pending.final))
+        if self.comm.rank in self.separate and (failing_ranks or collect_error):
+            pending.write.remove_files()  # rank 0 discards the folder of its own host
         if self.comm.rank > 0:
             return
         if collect_error:
@@ -301,12 +307,14 @@ class Saver:
     def _commit(self, pending: PendingSave) -> CommitResult:
         tmp = temporary_path(pending.final)
         kept = kept_folder_of(pending.final)  # on an earlier attempt no disk took this step
+        # On a thread of rank 0; nothing in here communicates, since other threads of this rank do.
         manifest = commit(tmp, pending.final, pending.facts, ranks=self.comm.mesh.size)
         write_s = time.perf_counter() - pending.start_s
         prune_error = ""
         try:
             if pending.best_loss is not None:
                 write_best(self.run_folder, step=pending.step, loss=pending.best_loss)
+            # Behind the commit: until then the older checkpoints are the newest ones.
             prune(self.run_folder, self.keep)
             if kept is not None:
                 shutil.rmtree(kept, ignore_errors=True)

@@ -164,8 +164,9 @@ def updated_tensor(optimizer: Optimizer, param: Tensor) -> Tensor:
 
 def state_of_param(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
     """The state that an optimizer keeps of a parameter on this rank; empty before the first step."""
-    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    state: dict[str, Any] = inner.state.get(updated_tensor(optimizer, param), {})
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.shard_state(param)  # with the values of states in 8 bits
+    state: dict[str, Any] = optimizer.state.get(param, {})
     return state
 
 

@@ -40,7 +40,7 @@ from weft.comm.text import all_gather_text, raise_on_all_ranks
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_optimizer import replaced_states
 from weft.parallel.zero.sharded_tensor import ShardedTensor
 
 StateKey = tuple[str, str]
@@ -368,11 +368,11 @@ def _empty(
 def _set_optimizer(
     optimizer: Optimizer, new_states: Mapping[StateKey, StateValue], stored: Mapping[str, Any]
 ) -> None:
-    """Give the optimizer the loaded states and the settings of its groups."""
-    state = optimizer.inner.state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
-    state.clear()
-    for (_, key), (param, value) in new_states.items():
-        state.setdefault(updated_tensor(optimizer, param), {})[key] = value
+    """Give the optimizer the loaded states and the settings of its groups; every rank must call it."""
+    with replaced_states(optimizer) as state:
+        state.clear()
+        for (_, key), (param, value) in new_states.items():
+            state.setdefault(updated_tensor(optimizer, param), {})[key] = value
     for group, stored_group in zip(optimizer.param_groups, stored["groups"], strict=True):
         for key, value in from_json(stored_group["settings"]).items():
             if isinstance(group.get(key), Tensor):

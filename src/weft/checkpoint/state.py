@@ -156,6 +156,7 @@ class ParamState:
             return nothing
         length = self.hi - self.lo
         if length < self.min_shared_entries:
+            # A hash of the name, the same on every rank and in every run, spreads small tensors over the replicas.
             digest = zlib.crc32(self.param.owner.encode())
             writer = digest % self.num_replicas
             if writer != self.replica:
@@ -319,6 +320,7 @@ def snapshot_of(state: TrainState) -> Snapshot:
     """Copies of what this rank writes; the next change of the state waits for those under way."""
     copied = snapshot(write_items(state), digests_of(state))
     if copied.under_way:
+        # On a GPU the copies read the live tensors until then.
         state.grads.before_next_change(copied.under_way.before_change)
     return copied
 
@@ -392,6 +394,7 @@ def _inner_states(state: TrainState) -> Iterator[ParamState]:
             section = f"{OPTIMIZER}/{key}"
             if blocks is not None and key.endswith(ABSMAX):
                 of_blocks[section] = value
+            # Shapes tell them apart: both are this rank's entries, one for each of the parameter.
             elif value.shape == state.grads.sharded_params[name].shape:
                 tensors[section] = value
             else:

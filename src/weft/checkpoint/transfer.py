@@ -49,6 +49,7 @@ def ranks_without_folder(comm: Comm, folder: Path) -> tuple[int, ...]:
     if texts[0] == "n":
         return ()
     if comm.rank == 0:
+        # Behind the gather: until then every rank has looked.
         probe.unlink(missing_ok=True)
     return tuple(rank for rank, text in enumerate(texts) if text == "n")
 
@@ -135,6 +136,7 @@ def distribute(comm: Comm, path: Path, *, root: int = 0) -> None:
 
     raise_on_all_ranks(comm, list_files)
     name_list = all_gather_text(comm, "\n".join(names))[root].split("\n")
+    # A name that no leftover has: of the ranks of a host the one that makes the folder writes it.
     nonce = broadcast_text(comm, secrets.token_hex(8))
     copy = temporary_path(path).with_name(f"{temporary_path(path).name}-{nonce}")
     receives: list[bool] = []
@@ -158,6 +160,7 @@ def distribute(comm: Comm, path: Path, *, root: int = 0) -> None:
                 copy.rename(path)
 
     raise_on_all_ranks(comm, publish)
+    # Ranks that wrote nothing read the folder next.
     comm.barrier_world()
 
 
@@ -184,6 +187,7 @@ def distribute_file(comm: Comm, source: Path, target: Path | None, *, root: int)
     for start in range(0, size, CHUNK_BYTES):
         num_bytes = min(CHUNK_BYTES, size - start)
         own = source if comm.rank == root else None
+        # All ranks call the broadcasts, with zeros in place of what they do not have.
         chunk = read_chunk(own, start, num_bytes).to(comm.device)
         for axis in comm.mesh.wide_axes:
             comm.broadcast_(chunk, axis, root=coord[axis])  # at the end all have that of `root`

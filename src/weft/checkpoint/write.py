@@ -90,14 +90,15 @@ class RankWrite:
                 _check_finite(self._items)
             _write_rank(self._tmp, self._rank, self._items, digests=self._digests)
         except OSError as error:
-            self._remove_files()
+            self.remove_files()
             self._error = disk_error(error, self._tmp, need_bytes=self.num_bytes, free=free)
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
-            self._remove_files()
+            self.remove_files()
             self._error = error
         self.cpu_s = time.thread_time() - start_s
 
-    def _remove_files(self) -> None:
+    def remove_files(self) -> None:
+        """Remove what this rank has written, once the write has ended."""
         self._items.clear()
         for name in (data_file_name(self._rank), rank_manifest_name(self._rank)):
             with suppress(OSError):
@@ -179,9 +180,11 @@ def _write_rank(
     layout = lay_out([_file_entry(item) for item in items if item.num_bytes])
     offsets = iter(layout.offsets)
     tensors: dict[str, Stored] = {}
+    # Never over a file: of two writers of one rank the second one fails.
     with (tmp / file_name).open("xb") as file:
         file.write(layout.header)
         while items:
+            # Taken out, so that the copy is freed once it is written: the file grows as memory shrinks.
             item = items.popleft()
             pieces: tuple[Piece, ...] = ()
             if item.num_bytes:

@@ -240,6 +240,7 @@ class NcclGroups:
         made = self.process_group(store, index, size, options)
         made.eager_connect_single_device(self.device)
         if self._is_planned and self._parent is None and hasattr(options, "split_from"):
+            # the first one that is planned is the world: all later ones are split from it
             self._parent = made
         return made
 
@@ -298,6 +299,7 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Reduce) -> Tensor:
     """
     first = tensors[0]
     is_16_bit = first.dtype in ACCUMULATED_IN_FLOAT32
+    # a copy in any case: the first tensor may be the output of another member
     total = first.to(torch.float32 if is_16_bit else first.dtype, copy=True)
     reduce_two = _REDUCE_TWO[op]
     for tensor in tensors[1:]:
@@ -427,6 +429,7 @@ def _reduce_scatter_of_two(group: DeviceGroup, call: Call, output: Tensor) -> Ba
     shards = torch.split(call.required_input, list(call.input_split_sizes))
     own, peer = shards[call.index], shards[1 - call.index]
     is_in_place = own.numel() > 0 and own.data_ptr() == output.data_ptr()
+    # in place the output holds this rank's own shard, which is still to be added
     received = torch.empty_like(output) if is_in_place else output
     other = received if is_in_place else own
     work = group.exchange_with_peer(peer, received, index=call.index)
@@ -552,6 +555,7 @@ def close_connections(gloo: TorchProcessGroup, index: int) -> None:
         index: place of this rank in the group.
     """
     buffer = torch.empty(1, dtype=torch.uint8)
+    # under a tag of its own: no message can arrive for it, so it times out
     never_sent = gloo.recv([buffer], 1 if index == 0 else 0, ABORT_TAG)
     with suppress(RuntimeError):
         never_sent.wait(timedelta(milliseconds=1))

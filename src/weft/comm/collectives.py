@@ -117,6 +117,7 @@ def all_reduce_(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
         _check_average(x)
     if len(group.ranks) == 1:
         return LoweredOp(group, None, lambda: x)
+    # of a tensor that is not contiguous a copy, which `_copy_back` writes into it
     output = x.detach().contiguous().view(-1)
     signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
     call = _call(group, "all_reduce", signature, output=output, reduce=op)

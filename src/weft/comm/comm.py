@@ -358,6 +358,7 @@ class Comm:
         return tuple(map(self._group, world_partition(self.mesh)))
 
     def _group(self, axis: Axis, communicator: Communicator = "group") -> Group:
+        # calls carry what the group says: one that is cached must not say what held before a switch
         key = (axis, self.checked, communicator)
         group = self._groups.get(key)
         if group is None:
@@ -404,6 +405,7 @@ class Comm:
         if monitor is not None and self._has_device_calls:
             call = replace(call, count=position)
         pending = channel.start(call, self._report_late)
+        # after the start, with the time before it: what the backend takes to launch is part of the call
         record = None if recorder is None else recorder.call_started(call, begin)
         is_observed = monitor is not None or recorder is not None or clock is not None
         if pending is None or not is_observed:

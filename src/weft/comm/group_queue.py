@@ -323,6 +323,7 @@ class GroupQueue:
             raise CommError(f"{call.description}: this transport was closed")
         with self._lock:
             group_call = GroupCall(watch, call, position=watch.num_started, on_late=on_late)
+            # under the lock together with the launch: the position says in which order the backend got it
             watch.num_started += 1
             if group_call.policy.launches_from_caller:
                 self._launch_on_device([group_call])

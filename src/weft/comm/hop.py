@@ -37,6 +37,7 @@ def start_hop(
     target = (index + step) % num_ranks
     source = (index - step) % num_ranks
     sends_first = _place_in_cycle(index, step, num_ranks) % 2 == 0
+    # on a GPU one kernel carries both: one after the other, each would wait for the neighbour's
     with comm.grouped_messages():
         if sends_first:
             sending = comm.start_send(sent, axis, to=target)

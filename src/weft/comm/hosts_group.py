@@ -127,8 +127,10 @@ class HostsGroup(SharedGroup):
         own, rounded = (
             torch.split(whole, list(sizes))[self.rounds.index] for whole in (total, output)
         )
+        # the average is taken once, at the end: hosts have sums of equally many members each
         added = replace(call, input=total, output=own, reduce=summed(call.reduce))
         yield from self._within(replace(added, op="reduce_scatter", input_split_sizes=sizes))
+        # in place on the own part: the other parts are other members' to add up
         yield self._over_hosts(added)
         _finish_sum(call, own, rounded)
         yield from self._within(
@@ -172,6 +174,7 @@ class HostsGroup(SharedGroup):
             part = replace(call, input=piece, output=blocks[host], output_split_sizes=sizes[host])
             return self._within(part)
 
+        # while the pieces of other hosts are on their way
         yield from on_host(self.host, own)
         yield over_hosts
         for host in range(num_hosts):
@@ -187,6 +190,7 @@ class HostsGroup(SharedGroup):
 
     def _broadcast(self, call: Call) -> Steps:
         host, place = divmod(call.root, self.width)
+        # the others of each host have it from this member, in the step below
         if self.rounds.index == place:
             yield self._over_hosts(replace(call, root=host))
         yield from self._within(replace(call, root=place))

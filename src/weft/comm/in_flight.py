@@ -76,6 +76,7 @@ class BackendCall:
     def _finish_once(self) -> None:
         if self.finish is not None:
             self.finish()
+            # it holds the buffers, and runs once
             self.finish = None
 
 
@@ -244,6 +245,7 @@ class DeviceCall(WatchedCall):
 
     def launched(self, backend_call: BackendCall) -> None:
         """The backend has taken the call."""
+        # without `finish`, which holds the tensors
         self._launched = BackendCall(backend_call.works)
 
     def waited_for(self, device: torch.device) -> None:
@@ -252,6 +254,7 @@ class DeviceCall(WatchedCall):
         """
         if device.type == "cuda":
             self._passed = torch.cuda.Event()
+            # on the current stream, which the wait has just ordered behind the call
             self._passed.record()
             self._launched = None
 

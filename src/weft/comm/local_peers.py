@@ -72,6 +72,7 @@ def connect_to(name: str) -> socket.socket:
         OSError: there is none, or it belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # a rank whose queue of connections is full accepts none: it must not hold up the others for ever
     connection.settimeout(CONNECT_S)
     try:
         connection.connect(name)
@@ -96,6 +97,7 @@ def send_text(connection: socket.socket, text: str, *, files: Sequence[int] = ()
     message = _LENGTH.pack(len(message)) + message
     if files:
         sent = socket.send_fds(connection, [message], list(files))
+        # the descriptors go with the first byte; the rest may be sent in several parts
         message = message[sent:]
     connection.sendall(message)
 
@@ -252,6 +254,7 @@ def meet(meeting: Meeting, peers: LocalPeers) -> SharedSegment | None:
     """
     if meeting.index > 0:
         return _join(meeting, peers)
+    # said at once: the others wait for the key and would otherwise wait for the time-out
     if not peers.identity or len(meeting.ranks) > MAX_MEMBERS:
         meeting.store.set(SOCKET_KEY, "{}")
         return None
@@ -315,6 +318,7 @@ def _lead(meeting: Meeting, peers: LocalPeers) -> SharedSegment | None:
             names[index] = name
         for member in members:
             send_text(member, json.dumps(names), files=(segment_file,))
+        # all answers before any verdict: a single member that cannot map the memory sends all of them to gloo
         reasons = [receive_text(member, timeout_s=meeting.left_s) for member in members]
         own_reason = peers.connect(meeting.others(names))
         reason = next(filter(None, (own_reason, *reasons)), "")

@@ -185,6 +185,7 @@ class ProcessTransport:
         self._held = {}
         try:
             yield
+            # only without an error: messages of a block that failed are not launched
             held = self._held
         finally:
             self._held = None
@@ -267,6 +268,7 @@ class ProcessTransport:
 
         def connect(device_type: str, first: Call) -> DeviceGroup | SharedGroup:
             if not backend.connected:
+                # before the backend connects: it could name none of the members that are missing
                 self._presence.wait_for_members(name, first, timeout_s=self.timeout_s)
             made = self._connect(f"{name}/{device_type}", device_type, call)
             if isinstance(made, SharedGroup):
@@ -384,6 +386,7 @@ class QueueMonitor:
 
     def close(self, progress: SharedProgress) -> None:
         """End all queues, what is under way in shared memory, and the thread."""
+        # first: threads that poll the store for members end by it
         self._presence.is_closed = True
         self._closing.set()
         for (_, ranks), group_queue in self.queues.items():

@@ -79,7 +79,9 @@ def _checked(rounds: Rounds, call: Call, steps: Steps) -> Steps:
     half = rounds.begin()
     texts = rounds.segment.views(half, torch.uint8, start=0, num_bytes=num_bytes)
     texts[rounds.index].copy_(own)
+    # the same tag whatever is called: members in different calls meet here, and can say what differs
     yield TEXT_TAG
+    # the texts lie in the halves, so they are compared before the next round may overwrite them
     compare_texts(call, own, texts)
     yield from steps
 
@@ -126,9 +128,11 @@ def _all_reduce_by_parts(rounds: Rounds, piece: Tensor, op: Reduce, *, tag: int)
 
     item = piece.element_size()
     parts = list(segment.views(half, piece.dtype, start=start, num_bytes=end - start))
+    # in place of the own half, into which this part was not written
     parts[index] = piece[start // item : end // item]
     half = rounds.begin()
     if end > start:
+        # into the half of this round: the halves that are reduced are those of the round before
         reduced = segment.views(half, piece.dtype, start=0, num_bytes=end - start)
         _reduce(reduced[index], parts, op)
     yield tag + 1
@@ -167,6 +171,8 @@ def _all_to_all(rounds: Rounds, call: Call) -> Steps:
         _write_parts(rounds, source, call.input_split_sizes, number)
         rounds.write_number(own_rounds)
         yield tag + number
+        # all take the largest number: a member with less to send writes empty pieces, and none
+        # waits for another in vain
         num_rounds = max(rounds.numbers())
         for member, numel in enumerate(call.output_split_sizes):
             first, last = _piece(numel * item, part, number)
@@ -194,6 +200,7 @@ def _all_gather(rounds: Rounds, call: Call) -> Steps:
     item = output.element_size()
     sizes = [item * numel for numel in call.output_split_sizes]
     starts = list(accumulate(sizes, initial=0))
+    # then the own piece stands where it belongs, and a copy onto itself would be undefined
     is_in_place = own.data_ptr() == output.data_ptr() + starts[rounds.index]
     read = [m for m in rounds.everyone if not (is_in_place and m == rounds.index)]
     for number in range(_num_rounds(max(sizes), rounds.segment.capacity)):
@@ -209,6 +216,7 @@ def _broadcast(rounds: Rounds, call: Call) -> Steps:
     tensor = call.required_input if call.op == "send" else call.required_output
     is_root = rounds.index == call.root
     for number in range(_num_rounds(tensor.nbytes, rounds.segment.capacity)):
+        # others publish an empty half: the root may not overwrite its own before all have read it
         _write_whole(rounds, tensor if is_root else tensor[:0], number)
         yield tag_of(call.signature) + number
         if not is_root:
@@ -342,6 +350,7 @@ class SharedCall(BackendCall):
         """Go on until another member must be waited for; whether the call is done."""
         rounds = self.group.rounds
         try:
+            # one step for each round whose halves are all there; many may be there at once where others were ahead
             while (self.between is None or self._is_complete_between()) and rounds.is_complete():
                 step = next(self._steps)
                 if isinstance(step, BackendCall):
@@ -427,6 +436,7 @@ class SharedGroup:
                 started.error, started.is_done = self._failure, True
                 return started
             self._calls.append(started)
+            # calls of a group use its halves one after the other: behind an unfinished one nothing is begun
             if len(self._calls) > 1 or self.advance():
                 self.progress.go_on_with(self)
         return started
@@ -445,6 +455,7 @@ class SharedGroup:
 
     def fail(self, error: RuntimeError) -> None:
         """Fail what is under way, and later calls."""
+        # the first one: later ones follow from it
         self._failure = self._failure or error
         while self._calls:
             call = self._calls.popleft()

@@ -106,8 +106,10 @@ class SharedSegment:
         key = (half, dtype, start, num_bytes)
         found = self._views.get(key)
         if found is None:
+            # a program whose sizes differ in every call would keep a view for each of them
             if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
+            # the views are cached: made under inference mode they could not be written outside of it later
             with torch.inference_mode(False):
                 places = [data + start for data in self._data[half]]
                 found = [self._bytes[place : place + num_bytes].view(dtype) for place in places]
@@ -201,6 +203,7 @@ def _wait_for_one(words: Sequence[SeenWord], timeout_s: float) -> bool:
     waiters = (_WaitedWord * len(words))(
         *(_WaitedWord(word.value & 0xFFFFFFFF, word.address, FUTEX2_SIZE_U32, 0) for word in words)
     )
+    # this call takes a time of the clock, and the older one above a duration
     deadline = _timespec(time.monotonic() + timeout_s)
     status = _SYSCALL(
         SYS_FUTEX_WAITV,
@@ -270,11 +273,13 @@ class Rounds:
     def publish(self, tag: int) -> None:
         """Let the others read this member's half; it has read theirs of the round before."""
         segment, index = self.segment, self.index
+        # before the counter, as the data: who sees the counter sees the tag of this round
         segment.words[segment.headers[self.half][index]] = self._tag = tag
         self.awaited = 0
         if not KEEPS_ORDER:
             segment.fence()
         segment.words[WORDS_OF_LINE * index] = self.number
+        # after the counter: a member that fell asleep before sees the new value when it wakes
         wake(segment.counters[index])
 
     def is_complete(self) -> bool:
@@ -292,6 +297,7 @@ class Rounds:
             if self.awaited == self.size:
                 if not KEEPS_ORDER:
                     segment.fence()
+                # read before this member publishes again: until then none of them can be overwritten
                 tags = [words[header] for header in segment.headers[self.half]]
                 if tags.count(self._tag) < self.size:
                     raise UnequalCallsError("members called different operations, shapes or dtypes")
@@ -311,6 +317,7 @@ class Rounds:
         """The counter of the member that is waited for; None if `is_complete` may find the round so."""
         if self.awaited == self.size:
             return None
+        # the kernel compares it again before it sleeps: a publication in between is not missed
         value = self.segment.words[WORDS_OF_LINE * self.awaited]
         if value >= self.number:
             return None

@@ -117,8 +117,10 @@ def encode_signature(call: Call) -> Tensor:
     absent = (NO_SPLIT_SIZES,) * size
     input_sizes = call.input_split_sizes or absent
     output_sizes = call.output_split_sizes or absent
+    # cut at TEXT_BYTES below: two that differ only behind it count as equal here
     text = call.signature.encode()
     encoded = struct.pack(_format(size), text[:TEXT_BYTES], *input_sizes, *output_sizes)
+    # tensors on read-only memory draw a warning
     writable = bytearray(encoded)
     return torch.frombuffer(writable, dtype=torch.uint8)
 

@@ -12,26 +12,35 @@ from weft.errors import CheckpointError, Fault
 
 PADDING = b"\xff"
 """A byte that UTF-8 does not use."""
+SURROGATES = "surrogatepass"
+"""Halves of surrogate pairs pass, which stand for bytes in names of files that are no text: an error
+of one rank would leave the others waiting.
+"""
 
 
 def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     """The text of every rank of the mesh, in rank order; every rank must call it."""
-    encoded = text.encode()
+    encoded = text.encode(errors=SURROGATES)
+    # rows of one length: a collective needs equal shapes on all ranks
     length = _longest(comm, len(encoded))
+    # the same on all ranks, so all of them leave out the second call
     if length == 0:
         return ("",) * comm.mesh.size
     row = _bytes_as_tensor(comm, encoded.ljust(length, PADDING))
     rows = comm.all_gather_world(row.unsqueeze(0))
-    return tuple(bytes(received.tolist()).rstrip(PADDING).decode() for received in rows.cpu())
+    return tuple(
+        bytes(received.tolist()).rstrip(PADDING).decode(errors=SURROGATES)
+        for received in rows.cpu()
+    )
 
 
 def broadcast_text(comm: Comm, text: str) -> str:
     """The text of rank 0 on every rank; every rank must call it."""
-    encoded = text.encode() if comm.rank == 0 else b""
+    encoded = text.encode(errors=SURROGATES) if comm.rank == 0 else b""
     length = _longest(comm, len(encoded))
     row = _bytes_as_tensor(comm, encoded.ljust(length, b"\0"))  # the largest byte of all ranks
     received = comm.combine_world(row, _largest)
-    return bytes(received.tolist()).decode()
+    return bytes(received.tolist()).decode(errors=SURROGATES)
 
 
 def _longest(comm: Comm, length: int) -> int:
@@ -64,6 +73,7 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None], *, key: str = "re
         action()
     except CheckpointError as error:
         faults = error.faults
+    # every rank comes here, whether its own action failed or not
     texts = all_gather_text(comm, "; ".join(map(str, faults)))
     if faults:
         raise CheckpointError(*faults)

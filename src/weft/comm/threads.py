@@ -51,6 +51,7 @@ def run_collective(calls: Sequence[Call]) -> None:
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
+    # all outputs are also the inputs: the total is complete before any of them is overwritten
     outputs = [call.required_output for call in calls]
     total = reduce_in_order(outputs, calls[0].reduce)
     for output in outputs:
@@ -205,6 +206,7 @@ class GroupState:
         with self.condition:
             position = self.num_started[call.index]
             self.num_started[call.index] = position + 1
+            # matched by position: the n-th call of each member belongs to the n-th of the others
             collective = self.pending.get(position)
             if collective is None:
                 collective = PendingCollective(self.ranks)
@@ -212,8 +214,10 @@ class GroupState:
             if not collective.add(call):
                 return collective
             del self.pending[position]
+        # outside of the lock: members that join later calls of the group need not wait for the copies
         collective.run()
         with self.condition:
+            # the tensors of all members are free from here on, though the handles of some may live longer
             collective.calls = []
             collective.is_done = True
             self.condition.notify_all()
@@ -334,6 +338,7 @@ class ThreadWorld:
         group = self._groups.get(key)
         if group is None:
             new_group = GroupState(call.ranks)
+            # atomic: of two ranks that come at once both get the same group
             group = self._groups.setdefault(key, new_group)
         return group
 
@@ -353,6 +358,7 @@ class ThreadWorld:
                 self._report_late(waiter)
                 is_done = self._wait_until(deadline_s, waiter, is_only_thread)
         finally:
+            # also after an error: a rank that goes on to other calls is no part of a deadlock
             self._stuck.pop(waiter.call.rank, None)
         if not is_done:
             raise CommTimeout(self._timeout_message(waiter))
@@ -385,6 +391,7 @@ class ThreadWorld:
     def _raise_if_hopeless(self, waiter: ThreadCall) -> None:
         description = waiter.call.description
         if self._aborted is not None:
+            # an error of its own for each rank: one object raised in several threads would mix their tracebacks
             raise type(self._aborted)(f"{description}: {self._aborted}")
         missing = waiter.collective.missing()
         finished = [rank for rank in missing if rank in self._finished]
@@ -396,6 +403,7 @@ class ThreadWorld:
 
     def _raise_if_deadlocked(self, waiter: ThreadCall) -> None:
         stuck = dict(self._stuck)
+        # one of them is only late to wake up, and will start further calls
         is_any_done = any(other.collective.is_done for other in stuck.values())
         if waiter.call.rank not in stuck or is_any_done:
             return
@@ -473,6 +481,7 @@ class ThreadCall:
                 if is_only_thread:
                     self.turn.take()
         if collective.error is not None:
+            # a copy, as above: every member raises it in its own thread
             raise type(collective.error)(*collective.error.args)
 
     def is_completed(self) -> bool:

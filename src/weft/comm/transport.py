@@ -253,6 +253,7 @@ class SharedResults:
         """
         with self._lock:
             key_lock = self._key_locks.setdefault(key, threading.Lock())
+        # a lock for each key: what one result takes long to compute does not hold up the others
         with key_lock:
             if key not in self._results:
                 self._results[key] = compute()

@@ -106,6 +106,7 @@ def next_namespace(store: Store, rank: int, nonce: str) -> Store:
     """Keys of this transport alone in a store of this world: a second transport starts afresh."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     root = f"weft/{nonce or attempt}"
+    # counted by each rank for itself: all make their transports in the same order, so the numbers agree
     generation = store.add(f"{root}/joined/{rank}", 1)
     return PrefixStore(f"{root}/{generation}", store)
 
@@ -229,6 +230,7 @@ def _lead(store: KeyStore, root: str, size: int, *, deadline: float, timeout_s: 
             if time.monotonic() > deadline:
                 raise _late(_missing(store, prefix, size), timeout_s)
             time.sleep(interval_s)
+    # only now may ranks write keys: before, some could still belong to an earlier leader
     store.set(f"{prefix}/go", "1")
     return prefix
 
@@ -253,6 +255,7 @@ def _follow(store: KeyStore, root: str, rank: int, *, deadline: float, timeout_s
         leader = _value(store, f"{root}/leader")
         if leader != prefix and not (owner == own_name and store.check([f"{prefix}/go"])):
             prefix = leader
+            # the value that the slot then has, this process's name or that of the one that came first
             owner = store.compare_set(f"{prefix}/slot/{rank}", "", own_name).decode()
             if owner == own_name:
                 store.add(f"{prefix}/joined", 1)
@@ -336,6 +339,7 @@ class PresenceStore:
         self.announce(group, call.rank, 1)
         num_members = len(call.ranks)
         complete_key = f"{group}/complete"
+        # the counter is never reset: groups meet once under a name
         if self._store.add(f"{group}/arrived", 1) == num_members:
             self._store.set(complete_key, "1")
         deadline_s = time.monotonic() + timeout_s

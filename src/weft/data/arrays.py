@@ -46,6 +46,7 @@ def drawn_arrays(samples: Ints, specs: Mapping[str, InputSpec], *, seed: int) ->
 
 
 def _drawn(name: str, spec: InputSpec, sample: int, seed: int) -> NDArray[Any]:
+    # by the number of the sample, not by its place in a batch: any layout draws the same row
     generator = np.random.default_rng([seed, sample, *name.encode()])
     if spec.is_whole:
         most = 2 if spec.dtype in ("bool", "int8") else 128
@@ -209,6 +210,7 @@ class ArraySamples:
         found: dict[str, NDArray[Any]] = {}
         for name, spec in self.specs.items():
             rows = np.asarray(self.stored[name][numbers])
+            # of a large array nothing was checked at the start
             if self.stored[name].nbytes > MAX_CHECKED_BYTES:
                 faults = list(
                     _range_faults(self.source, name, rows, spec, samples=numbers.tolist())

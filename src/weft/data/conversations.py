@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ PAIR = 2
 """Documents of a preference pair: chosen, rejected; or of a completion with a label: it, another one."""
 UNDESIRED = 2
 """Entry of the mask of a completion that is not desired."""
+Unit = Literal["pairs", "answers", "texts", "conversations"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
 NUM_HASHED = 2**22
 """Entries of a mask that are hashed at once."""
 
@@ -202,7 +204,7 @@ class ConversationSamples:
         return self.data.group == PAIR
 
     @property
-    def unit(self) -> Literal["pairs", "answers", "texts", "conversations"]:
+    def unit(self) -> Unit:
         """What its records are, for facts and messages."""
         if self.has_pairs:
             return "answers" if self.data.format == UNPAIRED else "pairs"
@@ -310,6 +312,7 @@ class ConversationSamples:
                 row.pairs[place + int(self.table.first_targets[document])] = True
             place += length
             number += 1
+        # padding sees itself alone, and no position is beyond the sequence
         row.pad(place, number)
         return row
 
@@ -363,6 +366,7 @@ class ConversationSamples:
         table = self.table
         for array in (table.lengths, table.rows.items, table.rows.bounds):
             little_endian = np.ascontiguousarray(array, dtype="<i8")
+            # the rows too: a run is not continued where another version packs the records differently
             digest.update(little_endian.tobytes())
         return digest.hexdigest()
 
@@ -383,7 +387,7 @@ def truncation_note(facts: Mapping[str, object], *, seq_len: int) -> str | None:
         parts.append(f"{num_shared} where a token is of prompt and answer")
     if not parts:
         return None
-    (name, *_) = (name for name in ("pairs", "answers", "conversations") if name in facts)
+    (name, *_) = (name for name in UNITS if name in facts)
     return f"of {facts[name]} {name}: {'; '.join(parts)}"
 
 
@@ -415,6 +419,7 @@ def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Int
     while first < len(lengths):
         stop_token = bounds[first] + BLOCK_TOKENS
         last = int(np.searchsorted(bounds, stop_token, side="right")) - 1
+        # a document longer than a part is a part of its own
         last = max(last, first + 1)
         part = slice(first, last)
         own_bounds = bounds[first : last + 1]

@@ -71,9 +71,9 @@ def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
     one, or before a word.
 
     Tokenizers that split text into words before they look for tokens (all byte-level BPE) produce
-    the same tokens for the parts as for the whole: a line break before a character that is not a
-    space is a word boundary for all of them, and so is the position before a space that a word
-    follows.
+    the same tokens for the parts as for the whole: a line break between two characters that are no
+    white space is a word boundary for all of them, and so is the position before a space that a
+    word follows.
     """
     start = 0
     while len(text) - start > limit:
@@ -85,13 +85,21 @@ def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
 
 def _last_word_boundary(text: str, start: int, stop: int) -> int:
     """The last good index to split at in (start, stop]; `stop` if there is none."""
-    for separator, offset in (("\n", 1), (" ", 0)):
-        index = text.rfind(separator, start + 1, stop)
-        while index > start:
-            if not text[index + 1].isspace():
-                return index + offset
-            index = text.rfind(separator, start + 1, index)
-    return stop
+    blank_line = 0
+    index = text.rfind("\n", start + 1, stop)
+    while index > start:
+        if not text[index + 1].isspace():
+            if not text[index - 1].isspace():
+                return index + 1
+            # GPT-2's words end before the last white space of a run, others' behind a line break
+            blank_line = blank_line or index + 1
+        index = text.rfind("\n", start + 1, index)
+    index = text.rfind(" ", start + 1, stop)
+    while index > start:
+        if not text[index + 1].isspace():
+            return index
+        index = text.rfind(" ", start + 1, index)
+    return blank_line or stop
 
 
 def document_chunks(text: str, at: int) -> Iterator[TextChunk]:

@@ -54,6 +54,7 @@ def check_first_use(
         raise DataError(Fault(key, f"{name} cannot be used: {problem}", fix=fix))
     with contextlib.suppress(OSError):
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # only what ended well: content that was too slow once is tried again
         mark.touch()
 
 
@@ -90,6 +91,7 @@ def run() -> None:
     function, values, size = json.load(sys.stdin.buffer)
     module, _, name = function.partition(":")
     call = getattr(importlib.import_module(module), name)
+    # after the imports: what the interpreter and its libraries have mapped does not count
     limit = MEMORY_BYTES + BYTES_OF_INPUT * size + _mapped_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
@@ -97,6 +99,7 @@ def run() -> None:
     try:
         call(**values)
     except MemoryError:
+        # no clean-up: it might need memory
         os._exit(NO_MEMORY)
     except DataError as error:
         sys.stdout.write(str(error))

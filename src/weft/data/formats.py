@@ -140,6 +140,7 @@ def format_of(file: Path) -> FileFormat:
         if compression is None:
             head = start
         else:
+            # the name says no more than the compression: what is inside decides how rows are read
             head = _decompressed(raw, compression).read(HEAD_BYTES)
     has_mark = head.startswith(BYTE_ORDER_MARK)
     kind = ROW_SUFFIXES.get(Path(name).suffix, "text")

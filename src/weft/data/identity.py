@@ -55,6 +55,7 @@ class FileIdentity:
     def change(self) -> str:
         """How the file differs now; "" where it holds what it did."""
         stat = _stat(self.file)
+        # inode and time alike: nothing of it is read, as before most starts
         if stat == self.stat:
             return ""
         if not stat:
@@ -142,6 +143,7 @@ def _identities(files: Iterable[Path]) -> Iterator[FileIdentity]:
     for file in files:
         stat = _stat(file)
         num_read = min(stat[2], VERIFIED_BYTES) if stat else 0
+        # the first files are checked by content, whichever size the others have: a start takes bounded time
         num_left -= num_read
         checksums = block_checksums(file) if stat and num_left >= 0 else None
         yield FileIdentity(file, stat, checksums)

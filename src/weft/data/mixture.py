@@ -43,6 +43,7 @@ class MixtureSampler:
         num_chosen = np.zeros_like(counts)
         chosen = np.empty(length, dtype=np.int64)
         for place in range(length):
+            # in whole numbers: shares in floating point could differ between machines, and with them the order
             is_behind = counts * (place + 1) > num_chosen * length
             due = (num_chosen + 1) / counts
             due_if_behind = np.where(is_behind, due, np.inf)

@@ -2,11 +2,9 @@
 
 Note [Order without a table]
     An epoch's permutation is a Feistel network over the sample numbers, applied until the result is
-    a sample number (cycle
-    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So sample `i` of an
-        epoch costs the same for a
-    hundred samples as for a trillion, no table is stored, and the order does not depend on the
-    version of any library.
+    a sample number (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    So sample `i` of an epoch costs the same for a hundred samples as for a trillion, no table is
+    stored, and the order does not depend on the version of any library.
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ def batch_of_step(step: int, skipped: Sequence[int] = ()) -> int:
     """
     batch = step
     for number in skipped:
+        # ascending: each skipped batch before moves the next ones on by one, itself included
         if number <= batch:
             batch += 1
     return batch
@@ -69,6 +68,7 @@ def epoch_order(places: Ints, num_samples: int, *, seed: int, order: Order = "sh
     samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         key = hash_numbers(seed, int(epoch))
+        # a step that spans the end of an epoch takes places of two permutations
         in_epoch = epochs == epoch
         places_in_epoch = inside[in_epoch]
         samples[in_epoch] = permuted(places_in_epoch, num_samples, key=key)
@@ -115,12 +115,15 @@ def permuted(places: Ints, length: int, *, key: int) -> Ints:
     half_bits = np.uint64((num_bits + 1) // 2)
     round_keys: list[np.uint64] = []
     for number in range(NUM_ROUNDS):
+        # a key for each round: with equal ones, left and right halves would be mixed alike every second time
         round_key = hash_numbers(key, number)
         round_keys.append(np.uint64(round_key))
     images = places.astype(np.uint64)
     is_outside = np.ones(len(images), dtype=bool)
     while is_outside.any():
         outside = images[is_outside]
+        # the network permutes a power of four above `length`; walking on from what is outside ends
+        # inside, since the walk is a cycle that began inside, and no two numbers meet on it
         images[is_outside] = _feistel(outside, half_bits, round_keys)
         is_outside = images >= np.uint64(length)
     return images.astype(np.int64)

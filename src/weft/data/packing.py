@@ -54,6 +54,7 @@ def pack(bounds: Bounds, start: int, length: int) -> Packed:
         bounds: index of every document's first token, and the end of the last; documents may be
             empty.
     """
+    # one more than the window: whether its last token ends a document is known from the token behind it
     is_first = np.zeros(length + 1, dtype=bool)
     is_first[bounds_between(bounds, start, start + length) - start] = True
     is_first_in_window = is_first[:length]

@@ -110,6 +110,7 @@ def prepare(
     Raises:
         DataError: an input that cannot be read, no text in any of them, or `out` exists.
     """
+    # also a broken link: a rename onto it would replace it
     if os.path.lexists(out):
         raise DataError(
             Fault(
@@ -121,6 +122,7 @@ def prepare(
             )
         )
     inputs = find_inputs(options.inputs) if given is None else (given,)
+    # beside `out`: a rename into its place must not cross file systems
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -137,6 +139,7 @@ def prepare(
         ) from None
     try:
         meta = _write_folder(temporary, options, inputs, progress)
+        # all files are synced by now; from here on the folder is whole for everyone
         temporary.rename(out)
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
@@ -335,6 +338,7 @@ def _encode_text(
         encoded = tokenizer.encode_batch(texts)
         numbers = []
         for chunk in batch:
+            # the number that the document has: its chunks may be of several batches, and all must go to one split
             numbers.append(num_documents)
             num_documents += chunk.ends
         kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
@@ -347,6 +351,9 @@ def _encode_text(
                 writer.end_document()
         report(batch[-1].at)
         if options.is_enough(writers["train"]):
+            # the batch may end inside a document, whose rest is not read
+            for writer in writers.values():
+                writer.end_document()
             return
 
 

@@ -9,7 +9,7 @@ import re
 import tarfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from weft.data.files import KEY
 from weft.data.formats import Kind, format_of, open_content
@@ -22,6 +22,10 @@ DELIMITERS: dict[Kind, str] = {"csv": ",", "tsv": "\t"}
 ROW_KINDS: tuple[Kind, ...] = ("json_lines", "json_array", "csv", "tsv", "parquet", "tar")
 NOT_SPACE = re.compile(r"\S")
 FIX = "repair or remove the row"
+BROKEN_HEADERS = (
+    tarfile.InvalidHeaderError,  # type: ignore[attr-defined]  # typeshed leaves it out
+    tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
+)
 
 
 def holds_rows(file: Path) -> bool:
@@ -69,13 +73,14 @@ def tar_rows(file: Path) -> Iterator[Row]:
         key, fields = "", dict[str, Any]()
         try:
             # a stream: members are read one after the other, and nothing is extracted
-            with tarfile.open(fileobj=source.content, mode="r|") as archive:
+            with tarfile.open(fileobj=source.content, mode="r|", tarinfo=_ArchiveMember) as archive:
                 for member in archive:
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
                     if not member.isfile() or not stem:
                         continue
                     own_key = f"{folder}/{stem}"
+                    # files of a sample follow each other: a stream cannot look for later ones
                     if own_key != key and fields:
                         yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
                         fields = {}
@@ -87,6 +92,24 @@ def tar_rows(file: Path) -> Iterator[Row]:
             raise DataError(fault) from None
         if fields:
             yield Row(fields=fields, where=f"{file}:{key}", at=source.at)
+
+
+class _ArchiveMember(tarfile.TarInfo):
+    """A file of a tar. A broken header is an error wherever it stands: `tarfile` takes all but the
+    first for the end of the archive.
+    """
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        """The next one.
+
+        Raises:
+            ReadError: its header is broken, or cut.
+        """
+        try:
+            return super().fromtarfile(archive)
+        except BROKEN_HEADERS as error:
+            raise tarfile.ReadError(str(error)) from None
 
 
 def _member_fields(
@@ -170,6 +193,7 @@ def _array_items(content: IO[bytes]) -> Iterator[bytes]:
             if not block or len(text) - place > MAX_LINE_BYTES:
                 raise
             text, place = text[place:] + decoder.decode(block), 0
+            # what was read is parsed again each time: by blocks of equal size a long item would take quadratic time
             num_read *= 2
             continue
         if item is None:

@@ -228,6 +228,7 @@ class MixtureSamples:
         samples = np.empty(len(places), dtype=np.int64)
         for number, part in enumerate(self.parts):
             is_own = sources == number
+            # sources of equal size would otherwise be read in the same order
             own_seed = hash_numbers(seed, number)
             own_samples = part.at(own_places[is_own], seed=own_seed)
             samples[is_own] = self.bounds[number] + own_samples
@@ -245,6 +246,7 @@ class MixtureSamples:
             own_arrays = self.parts[source].read(own_numbers)
             indices.append(own_indices)
             arrays.append(own_arrays)
+        # parts are read source by source, each in one piece, and put back into the order of the batch
         original_order = np.argsort(np.concatenate(indices))
 
         def join(values: list[NDArray[Any]]) -> NDArray[Any]:

@@ -20,7 +20,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -120,9 +120,8 @@ class RemoteFile:
             DataError: it cannot be downloaded, or has no place.
         """
         path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # under the lock: of the ranks of a host one downloads, and the others find the file when they hold it
+        with _locked(path.parent):
             if not path.exists():
                 part = path.with_name(f".{path.name}.part")
                 try:
@@ -131,6 +130,7 @@ class RemoteFile:
                     if not self.version:  # the next start could not tell what it is of
                         part.unlink(missing_ok=True)
                     raise
+                # the name appears with the whole content: a process that finds it may read it without the lock
                 part.rename(path)
             os.utime(path)  # the last use
         return path
@@ -194,10 +194,12 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
         if not files or not all(file.path.exists() for file in files):
             raise
         said = f"{url} cannot be reached ({first_line(error)}): its files in the cache are read"
+        # not silent: the store may hold newer files by now
         warnings.warn(said, stacklevel=2)
         return files
     if found:
         last.parent.mkdir(parents=True, exist_ok=True)
+        # several ranks write the answer at once: each to a file of its own, and every rename leaves a whole one
         with NamedTemporaryFile("w", dir=last.parent, prefix=ANSWER, delete=False) as new:
             json.dump([astuple(file) for file in found], new)
         Path(new.name).rename(last)
@@ -232,19 +234,59 @@ def make_room(*, keep: frozenset[Path] = frozenset()) -> None:
     Args:
         keep: files that stay.
     """
-    sizes: dict[Path, int] = {}
-    last_use: dict[Path, float] = {}
-    for path in (path for path in _root().glob("*/*") if path.name != LOCK):
-        stat, folder = path.stat(), path.parent
-        sizes[folder] = sizes.get(folder, 0) + stat.st_size
-        last_use[folder] = max(last_use.get(folder, 0.0), stat.st_mtime)
-    num_bytes = sum(sizes.values())
+    uses = {folder: _use_of(folder) for folder in _root().glob("*")}
+    num_bytes = sum(use.num_bytes for use in uses.values())
     kept = {path.parent for path in keep}
-    for folder in sorted(sizes.keys() - kept, key=lambda folder: last_use[folder]):
+    for folder in sorted(uses.keys() - kept, key=lambda folder: uses[folder].last_s):
         if num_bytes <= _limit_bytes():
             return
-        num_bytes -= sizes[folder]
-        shutil.rmtree(folder)
+        # counted as freed even where it stays, because a process downloads into it: no other folder is removed for it
+        num_bytes -= uses[folder].num_bytes
+        _remove(folder)
+
+
+@dataclass(frozen=True)
+class _FolderUse:
+    """Bytes of a folder of the cache, and the time of its last use, s."""
+
+    num_bytes: int
+    last_s: float
+
+
+def _use_of(folder: Path) -> _FolderUse:
+    num_bytes, last_s = 0, 0.0
+    with suppress(OSError):  # another process may remove the folder meanwhile
+        for name in os.listdir(folder):
+            if name != LOCK:
+                with suppress(FileNotFoundError):  # or have its download whole
+                    stat = (folder / name).stat()
+                    num_bytes, last_s = num_bytes + stat.st_size, max(last_s, stat.st_mtime)
+    return _FolderUse(num_bytes, last_s)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of the cache, which is made where it is not there."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        # the folder may be removed before its lock is open, or while this process waits for it:
+        # then others lock another file of that name
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            lock = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK)):
+                held = stack.pop_all()
+                break
+    with held:
+        yield
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of the cache, unless a process downloads into it."""
+    with suppress(OSError), (folder / LOCK).open("w") as lock:
+        # not waited for: a folder in use is one that must stay
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _root() -> Path:
@@ -347,6 +389,7 @@ class _Opened:
 
 def _open_web(url: str, start: int, version: str) -> _Opened:
     headers = {"User-Agent": "weft"}
+    # asks for the rest only if the content is still of that version; else the server sends all of it
     if start:
         headers |= {"Range": f"bytes={start}-", **({"If-Range": version} if version else {})}
     answer = urlopen(Request(url, headers=headers), timeout=TIMEOUT_S)  # noqa: S310 - http or https
@@ -365,6 +408,7 @@ def _open_web(url: str, start: int, version: str) -> _Opened:
 def _open_file_system(url: str, start: int, version: str) -> _Opened:
     fs, path = _file_system(url)
     if start:
+        # its list of files may be older than the content that has changed since
         fs.invalidate_cache()
     info = fs.info(path)
     found = _version(info)
@@ -406,6 +450,7 @@ def _download(file: RemoteFile, part: Path) -> None:
                 raise DataError(Fault(KEY, f"{url} has changed meanwhile", fix="start again"))
             version, place = opened.version, opened.start
             with opened.content as content, part.open("r+b" if place else "wb") as out:
+                # of a content from its beginning nothing of the former one may stay behind it
                 out.truncate(place)
                 out.seek(place)
                 while block := content.read(BLOCK_BYTES):
@@ -425,6 +470,7 @@ def _download(file: RemoteFile, part: Path) -> None:
             )
             if is_lasting and not isinstance(error, HTTPException):
                 _fail(url, why, error)
+        # a slow or flaky line may break off any number of times, as long as something comes each time
         num_failed = 0 if place > before else num_failed + 1
         if num_failed >= ATTEMPTS:
             _fail(url, f"{why}, {ATTEMPTS} times in a row", None)

@@ -53,6 +53,7 @@ class TokenWriter:
             array = np.frombuffer(tokens, np.uint8)
         else:
             array = np.array(tokens)
+        # of a fixed byte order, so that the folder and its hash are the same on every machine
         self._bin.write(array.astype(self.dtype).tobytes())
         self.num_tokens += len(array)
 

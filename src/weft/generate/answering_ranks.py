@@ -94,6 +94,7 @@ class AnsweringRanks:
         Raises:
             RankError: a rank has failed.
         """
+        # a queue for each rank: all get every prompt, in one order
         for queue in self._asked:
             queue.put(Asked(prompt, num_tokens))
         part = self._next()
@@ -109,6 +110,7 @@ class AnsweringRanks:
         self._thread.join()
 
     def _next(self) -> AnswerPart:
+        # only rank 0 puts parts: all ranks generate the same
         part = self._parts.get()
         if part is None:
             raise self._error or WeftError("the ranks have ended")
@@ -128,6 +130,7 @@ class AnsweringRanks:
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             self._error = error
         finally:
+            # last of all: the thread that waits is woken however the ranks have ended
             self._parts.put(None)
 
     def _answer_all(self, rank: int, threads: object) -> None:
@@ -150,7 +153,9 @@ class AnsweringRanks:
         Args:
             read: the tokens in the cache before.
         """
+        # the last token is read anew in any case: its logits are needed, which are not in the cache
         num_read = num_common(read, asked.prompt[:-1])
+        # cells behind it are not cleared: the tokens that are read next overwrite them before any query sees them
         decoder.keep_first(num_read)
         row = TextRow(asked.prompt, num_read=num_read)
         text = self.job.new_text()
@@ -159,6 +164,7 @@ class AnsweringRanks:
 
         def is_finished(row: TextRow) -> bool:
             text.add(row.tokens[-1])
+            # asked on every token, also where the text is finished: the sum over the ranks needs all of them
             if self._is_stopped(comm) and text.finish_reason is None:
                 text.finish("interrupted")
             elif len(row.tokens) == asked.num_tokens:
@@ -171,6 +177,7 @@ class AnsweringRanks:
             num_shown = len(text.text)
             self._show(rank, part)
             comm.checked = False  # every further token repeats the same operations
+        # the last token was chosen and not read: no cell holds it
         return (*asked.prompt, *row.tokens[:-1])
 
     def _reason_of_length(self, asked: Asked) -> FinishReason:
@@ -178,6 +185,7 @@ class AnsweringRanks:
 
     def _is_stopped(self, comm: Comm) -> bool:
         """Whether the answer is to end; the same on every rank."""
+        # summed and not read by each: it may be set between the looks of two ranks, and one would go on alone
         is_set = torch.tensor([int(self.stop.is_set())], device=comm.device)
         return bool(comm.sum_world(is_set).item())
 

@@ -130,6 +130,7 @@ class KVCache:
         """Keep these rows alone, in this order."""
         if self.keys is None or self.values is None:
             return
+        # in new memory, as small as what is kept
         self.keys = self.keys[rows]
         self.values = self.values[rows]
 
@@ -148,10 +149,12 @@ class KVCache:
 def _put(cells_BGTK: Tensor | None, new_BSGK: Tensor, batch: DecodeBatch) -> Tensor:
     grown_BGTK = _grow(cells_BGTK, new_BSGK, batch.stop)
     if batch.start is not None:
+        # all rows stand at one position: a slice, which costs a fraction of the indices below
         grown_BGTK[:, :, batch.start : batch.stop] = new_BSGK.transpose(1, 2)
         return grown_BGTK
     assert batch.cells is not None, "made by decode_batch"
     rows_B1 = torch.arange(len(new_BSGK), device=new_BSGK.device).unsqueeze(1)
+    # a view: the assignment writes into the cache
     by_cell_BTGK = grown_BGTK.transpose(1, 2)
     by_cell_BTGK[rows_B1, batch.cells] = new_BSGK
     return grown_BGTK
@@ -196,6 +199,7 @@ class CachedAttention:
         """Attention as in `FusedAttention`, for tokens from `batch.first_positions` on."""
         assert isinstance(batch, DecodeBatch), "cached attention reads batches of decode_batch"
         keys_BGTK, values_BGTW = self.cache.put(k_BSGK, v_BSGW, batch)
+        # nothing was read before, so the cells hold what is passed here, and the fused kernel may skip the mask
         if batch.start == 0:
             return FusedAttention()(q_BSHK, k_BSGK, v_BSGW, batch, spec)
         first_cell = batch.first_cell(spec.mask)
@@ -204,6 +208,7 @@ class CachedAttention:
         rows, num_new, heads, _ = q_BSHK.shape
         scores_a_query = rows * heads * keys_BGTK.shape[2]
         most = max(1, MOST_SCORE_BYTES // (4 * scores_a_query))
+        # scores of a long prompt behind a long cache are as large as both lengths together: in parts they stay bounded
         if num_new <= most:
             return self._read(q_BSHK, keys_BGTK, values_BGTW, batch, spec)
         assert batch.cells is not None, "made by decode_batch"
@@ -229,6 +234,7 @@ class CachedAttention:
         if not spec.fits_fused_kernel:
             return self._eager(q_BSHK, keys_BGTK, values_BGTW, batch, spec)
         if q_BSHK.shape[1] == 1:
+            # the query heads of a group of keys stand where positions would: no copy of the keys for each of them
             q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys_BGTK.shape[1], -1))
             out_BGRW = F.scaled_dot_product_attention(
                 q_BGRK, keys_BGTK, values_BGTW, attn_mask=allowed, scale=spec.scale
@@ -276,6 +282,7 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
     caches: list[KVCache] = []
     for stage in stages.values():
         for name, block in stage.items():
+            # the block of the model itself: the one around it draws, and generation draws nothing
             inner = without_dropout(block)
             caches.extend(
                 implementation.cache
@@ -307,6 +314,7 @@ def restored_modules(stages: Mapping[int, nn.ModuleDict]) -> Iterator[None]:
     finally:
         for stage, found in zip(stages.values(), modules, strict=True):
             for path, module in found.items():  # parents before what they hold
+                # wherever another module stands by now: what generation has installed is left to the collector
                 if path and stage.get_submodule(path) is not module:
                     stage.set_submodule(path, module)
         for attend, implementation in zip(attends, implementations, strict=True):

@@ -57,6 +57,7 @@ def line_reader(*, is_terminal: bool) -> Callable[[], str]:
 
         return lambda: input(PROMPT)
     if isinstance(sys.stdin, io.TextIOWrapper):
+        # a line that is no text must not end the conversation
         sys.stdin.reconfigure(errors="replace")
 
     def read() -> str:
@@ -178,6 +179,7 @@ class ChatSession:
                 if self._write_json is None:
                     self._write(shown(part.text))
         answer = "".join(part.text for part in parts)
+        # also an answer that was stopped: it is in the context that the model has read
         self.conversation = self.conversation.answered(question, answer)
         if self._write_json is None:
             self._write("\n")
@@ -198,6 +200,7 @@ class ChatSession:
     @contextmanager
     def _stopped_by_interrupt(self) -> Iterator[None]:
         """While open, Ctrl-C stops the answer, where a person types; twice ends the conversation."""
+        # no rank is in an answer here: one that was stopped before cannot see this one's flag
         self.ranks.stop.clear()
         if not self.is_terminal or threading.current_thread() is not threading.main_thread():
             yield

@@ -161,6 +161,7 @@ class Conversation:
         last = len(self.messages)
         for first in range(self.first, last + 1, TURN):
             tokens = job.encode(job.format.render_messages([*self._head, *asked[first:]]))
+            # turns are dropped for an answer of some length; for the question alone any room will do
             room = job.room if first < last else 1
             if job.context is None or len(tokens) + room <= job.context:
                 return ChatQuestion(text, tokens, first, (first - self.first) // TURN)

@@ -54,6 +54,7 @@ def load_model(
     dtype: torch.dtype = getattr(torch, plan.compute)
     place_buffers(model.blocks.values(), device=comm.device, dtype=dtype)
     for module in model.buffer_records.modules.values():
+        # records of buffers would change them as in training
         module.eval()
     for param in model.params.values():
         values = torch.empty(param.shape, device=comm.device, dtype=dtype)
@@ -82,11 +83,13 @@ class Decoder:
         self.model = model
         self.vocab = vocab
         self.max_positions = max_positions
+        # of all stages: one that reads anew needs the whole text from the stage before
         reads_anew = self._any_rank(needs_whole_texts(model.stages.values()))
         install = attend_without_cache if reads_anew else install_kv_cache
         self.caches = install(model.stages)
         compute_logits(model.stages)
         self.lengths: list[int] = []
+        # a stage without attention has none, and must still go along with those that have
         self.has_caches = self._any_rank(bool(self.caches))
         self.texts: list[list[int]] = []
         """Whole rows, of a model without caches."""
@@ -107,6 +110,7 @@ class Decoder:
         """Read the next tokens of each row, one at least: logits_BV behind its last one; None
         before the last stage.
         """
+        # the first read, or the first after a reset: from here on rows keep their places
         if not self.lengths:
             self.lengths = [0] * len(rows)
             self.texts = [[] for _ in rows]
@@ -210,6 +214,7 @@ class Decoder:
         has_columns = self._num_sequence_parts == 1
         is_selected = False
         for name, block in inference_blocks(self.model.stages[stage]).items():
+            # the head costs as much as several blocks for each position, and one of them is needed
             if has_columns and _reads_columns(name, block, x, length=batch.inputs.shape[1]):
                 x = _select_columns(x, lasts).unsqueeze(1)
                 is_selected = True
@@ -295,7 +300,9 @@ def decode(
         tokens = _gather_tokens(chosen, shares, decoder)
         for row, token in zip(extended, tokens, strict=True):
             row.tokens.append(token)
+        # called on every rank with every row, in one order: the ranks then keep the same rows
         finished = {id(row) for row in extended if is_finished(row)}
+        # before rows are dropped: the caller sees also what the finished ones got last
         yield extended
         if len(finished) == len(extended):
             return
@@ -304,8 +311,10 @@ def decode(
             if id(row) not in finished:
                 kept.append(place)
         if len(kept) < len(shares.own):
+            # before the next read: a finished row would grow and take time for nothing
             decoder.keep_rows(kept)
         shares.remove(finished)
+        # may be empty on a rank along ep whose rows are all finished: it takes part in the others' exchanges
         last_tokens = [row.tokens[-1:] for row in shares.own]
         logits_BV = decoder.read(last_tokens)
 
@@ -353,5 +362,6 @@ def _gather_tokens(chosen: Sequence[int], shares: RowShares, decoder: Decoder) -
     if shares.own:
         last_rank = decoder.model.plan.table.stage_to_rank[-1]
         tokens = comm.broadcast_(tokens, PP, root=last_rank)
+    # also where this rank has no rows left: the others need its part of no elements
     gathered = comm.all_gather(tokens, EP, sizes=shares.sizes)
     return [int(token) for token in gathered]

@@ -23,8 +23,9 @@ class TokenDecoder(Protocol):
 class StreamDetokenizer:
     """Text of tokens, piece by piece: the pieces joined are the text of all tokens.
 
-    Tokens may hold parts of a character, so the end of a text is not final while it is a
-    replacement character: it is held back until more tokens or the end have come. Tokens are
+    Tokens may hold parts of a character, so the replacement characters at the end of a text are not
+    final, of which some tokenizers give one for each byte: they are held back until more tokens or
+    the end have come. Tokens are
     decoded from the last place that lay between two characters, with the tokens before it, since
     some tokenizers drop a space at the beginning of what they decode.
     """
@@ -40,8 +41,9 @@ class StreamDetokenizer:
         self._pending.append(token)
         text = self._pending_text()
         is_unfinished = text.endswith(UNFINISHED)
-        final = text.removesuffix(UNFINISHED)[self._num_returned :]
+        final = text.rstrip(UNFINISHED)[self._num_returned :]
         self._num_returned += len(final)
+        # only from here on: a place inside a character would decode to something else
         if not is_unfinished:
             self._before = self._pending
             self._pending = []
@@ -55,6 +57,7 @@ class StreamDetokenizer:
         return final
 
     def _pending_text(self) -> str:
+        # decoded with what came before, and that cut off again: the first token alone may lose its space
         known = self.tokenizer.decode(self._before)
         tokens = [*self._before, *self._pending]
         text = self.tokenizer.decode(tokens)
@@ -103,6 +106,7 @@ class GeneratedText:
             self._held = ""
             self.finish_reason = "stop"
             return
+        # what may be the beginning of the stop text waits for what follows
         num_final = len(held) - overlap(held, self._stop)
         self.text += held[:num_final]
         self._held = held[num_final:]

@@ -133,6 +133,7 @@ class TextBatch:
         first_token = started
         steps = decode(decoder, self.rows, choose=choose, is_finished=self._take_newest)
         for _ in steps:
+            # the first one reads the prompts, which is measured by itself
             if not self.first_token_s:
                 first_token = time.perf_counter()
                 self.first_token_s = first_token - started
@@ -148,6 +149,7 @@ class TextBatch:
             return True
         if len(row.tokens) == self.job.request.tokens:
             text.finish("length")
+        # of the row's own text: the longest prompt of a batch does not end the others
         elif num_positions == self.job.max_positions:
             text.finish("context")
         return text.finish_reason is not None

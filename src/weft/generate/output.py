@@ -118,4 +118,5 @@ def to_stdout(text: str) -> None:
         sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
+        # the interpreter flushes at its end, and would report the pipe again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

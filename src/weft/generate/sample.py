@@ -42,6 +42,7 @@ def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int
     Raises:
         WeftError: a logit is NaN or infinite.
     """
+    # the device decides no bit of what follows
     logits_V = logits_V.double().cpu()
     if not logits_V.isfinite().all():
         raise WeftError(
@@ -55,6 +56,7 @@ def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int
     cumulative = probabilities.cumsum(0)
     point = uniform(sampling.seed, at) * cumulative[-1]
     found = int(torch.searchsorted(cumulative, point, right=True))
+    # a rounded point may lie at the end of the sum
     place = min(found, len(tokens) - 1)
     return int(tokens[place])
 
@@ -68,6 +70,7 @@ def _candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     by_likelihood = logits_V.argsort(descending=True, stable=True)
     tokens = by_likelihood[: sampling.top_k]
     probabilities = logits_V[tokens].softmax(0)
+    # of what comes before, so that the token that crosses the bound is kept, and one always is
     probability_before = probabilities.cumsum(0) - probabilities
     is_kept = probability_before < sampling.top_p
     num_kept = int(is_kept.sum())

@@ -61,6 +61,7 @@ class Judge:
         state = OwnState(self.found)
         state.compare_coverage()
         state.compare()
+        # Last, since it removes failures that the comparisons above have added.
         self._drop_after_rerouting()
         return self._localisation.differences()
 
@@ -79,6 +80,8 @@ class Judge:
             difference_E = failure.observed.value.double() - load_E
             num_tokens = float(load_E.sum())
             num_moved = float(difference_E.abs().sum()) / 2
+            # So many tokens do not move by rounding; a later block that moves few of them does not
+            # excuse what follows, since that may be due to this one.
             if num_moved > max(MOST_REROUTED * num_tokens, MIN_REROUTED):
                 return
             if self._drop_after(site):

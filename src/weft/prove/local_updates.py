@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from weft.core.axes import Box, local_update_axis, without_local_updates
 from weft.core.mesh import Mesh
 from weft.models.common.batch import Batch
 from weft.prove.bounds import TOLERANCE
-from weft.prove.raw_batch import samples_of_step
-from weft.prove.reference import Reference
+from weft.prove.raw_batch import samples_of_step, with_draw_keys
+from weft.prove.reference import Reference, StepGradients
 from weft.prove.report import Difference, Pass, PhaseBound
 from weft.prove.subject import Subject, Task, shortened
 from weft.run.run_ranks import run_ranks
@@ -38,6 +38,10 @@ EVERY, STEPS, STEPS_BEFORE_RESUME = 2, 5, 3
 """Inner steps between outer ones; all steps; those before the resume, which is inside a period."""
 TIMEOUT_S = 3600.0
 MOST = 127.0
+ROUNDING_OF_ZERO = 1e-10
+"""Share of the largest gradient: smaller ones are zero in exact arithmetic, as that of the key bias of
+softmax attention. Adaptive optimizers make updates of full size of them, whose signs rounding draws.
+"""
 
 Tensors = dict[str, Tensor]
 
@@ -165,13 +169,14 @@ class SiteProof:
         for number, *_ in zip(*training, strict=True):
             plain.after_step(number)
         found = {}
-        for name, value in plain.outer.items():
-            found[f"model/{name}"] = value
+        compared = _with_gradients(sites)
+        for name in compared:
+            found[f"model/{name}"] = plain.outer[name]
             found[f"{self._momentum_section}/{name}"] = plain.momentum[name]
         for index, site in enumerate(sites):
             section = self._section_of_site(index)
-            for name, value in site.trained.items():
-                found[f"{section}/{name}"] = value
+            for name in compared:
+                found[f"{section}/{name}"] = site.trained[name]
         return found
 
     def _plain_site(self, index: int) -> PlainSite:
@@ -184,24 +189,42 @@ class PlainSite(Reference):
 
     Args:
         task: of one site.
+
+    Attributes:
+        largest_gradients: largest magnitude in the gradient of each parameter, over all steps.
     """
 
     def __init__(self, task: Task, *, index: int, num_sites: int) -> None:
         super().__init__(task, records=False)
         self.index = index
         self.num_sites = num_sites
+        self.largest_gradients: dict[str, float] = dict.fromkeys(self.trained, 0.0)
+
+    def _keep_gradients(self, step: int, computed: StepGradients, num_targets: int) -> None:
+        super()._keep_gradients(step, computed, num_targets)
+        for name, gradient in computed.gradients.items():
+            largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+            self.largest_gradients[name] = max(self.largest_gradients[name], largest)
 
     def batch_of_step(self, step: int) -> Batch:
         """The part of this site: consecutive samples of the batch."""
         task = self.task
-        numbers = samples_of_step(
-            task.samples,
-            step - 1,
-            global_size=task.batch.global_size * self.num_sites,
-            seed=task.seed,
-        )
+        own_size = task.batch.global_size
+        global_size = own_size * self.num_sites
+        numbers = samples_of_step(task.samples, step - 1, global_size=global_size, seed=task.seed)
         of_sites = numbers.reshape(self.num_sites, -1)
-        return self.batch_of(of_sites[self.index])
+        first = (step - 1) * global_size + self.index * own_size
+        places = range(first, first + own_size)
+        return with_draw_keys(self.batch_of(of_sites[self.index]), places, seed=task.seed)
+
+
+def _with_gradients(sites: Sequence[PlainSite]) -> list[str]:
+    """The parameters whose gradients are more than the rounding of zeros, on some site."""
+    largest = {
+        name: max(site.largest_gradients[name] for site in sites) for name in sites[0].trained
+    }
+    least = ROUNDING_OF_ZERO * max(largest.values(), default=0.0)
+    return [name for name, of_parameter in largest.items() if of_parameter > least]
 
 
 class PlainOuterStep:

@@ -38,6 +38,7 @@ def free_rows(
     """
     if batch.inputs.is_floating_point() or not free:
         return None
+    # A copy, since the values of another step are put into it.
     module = copy.deepcopy(block).double()
 
     @torch.no_grad()

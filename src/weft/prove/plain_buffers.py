@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,26 +15,37 @@ from weft.models.common.init import path_below
 
 
 def prepare_plain(
-    blocks: Mapping[str, nn.Module], compute: torch.dtype, deferred: Deferred | None = None
+    blocks: Mapping[str, nn.Module],
+    compute: torch.dtype,
+    deferred: Deferred | None = None,
+    *,
+    params: torch.dtype | None = None,
 ) -> dict[str, nn.Module]:
-    """The modules of these plain blocks that update buffers in training, by name. In 16 bits BatchNorm
-    computes in float32.
+    """The modules of these plain blocks that update buffers in training, by name.
 
     Args:
         deferred: takes the calls of `update_buffers`; None: nothing takes them.
+        params: dtype of parameters, by which buffers are stored; None: as `compute`.
     """
+    # torch's own BatchNorm takes no statistics of another type on a CPU
+    has_other_type = compute != _stored_type(params or compute)
     found: dict[str, nn.Module] = {}
     for block_name, block in blocks.items():
         for path, module in block.named_modules():
             is_norm = isinstance(module, _BatchNorm) and module.running_mean is not None
-            if is_norm and compute.itemsize < 4:
-                vars(module)["forward"] = partial(_in_float32, module)
+            if is_norm and has_other_type:
+                vars(module)["forward"] = partial(_by_definition, module)
             elif isinstance(module, nn.SyncBatchNorm):  # here one device has all samples
                 vars(module)["forward"] = partial(_BatchNorm.forward, module)
             if is_norm or callable(getattr(type(module), METHOD, None)):
                 found[path_below(block_name, path)] = module
                 vars(module)[RECORDS] = deferred or Deferred()
     return found
+
+
+def _stored_type(dtype: torch.dtype) -> torch.dtype:
+    """Of buffers that training updates: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Deferred:
@@ -62,9 +74,9 @@ class PlainBuffers:
         self, blocks: Mapping[str, nn.Module], *, compute: torch.dtype, dtype: torch.dtype
     ) -> None:
         self._deferred = Deferred()
-        self._modules = prepare_plain(blocks, compute, self._deferred)
+        self._modules = prepare_plain(blocks, compute, self._deferred, params=dtype)
         self._trained = [module for module in self._modules.values() if module.training]
-        updated = torch.promote_types(dtype, torch.float32)
+        updated = _stored_type(dtype)
         updating = {id(module) for module in self._modules.values()}
         for module in nn.ModuleDict(blocks).modules():
             own = updated if id(module) in updating else compute
@@ -104,18 +116,22 @@ class PlainBuffers:
         self._deferred.calls.clear()
         self._before = self._copies()
 
-    def set_training(self, training: bool) -> None:
-        """Switch the modules that were built for training."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While active, the modules that were built for training are in evaluation mode."""
         for module in self._trained:
-            module.train(training)
+            module.train(False)
+        yield
+        for module in self._trained:
+            module.train()
 
 
-def _in_float32(module: _BatchNorm, x: Tensor) -> Tensor:
-    """The definition of BatchNorm, computed in float32."""
+def _by_definition(module: _BatchNorm, x: Tensor) -> Tensor:
+    """The definition of BatchNorm, computed in the type of x, 16 bits in float32."""
     assert module.running_mean is not None, "a BatchNorm that tracks its statistics"
     assert module.running_var is not None, "a BatchNorm that tracks its statistics"
-    wide = x.float()
-    mean, variance = module.running_mean, module.running_var
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean, variance = module.running_mean.to(wide.dtype), module.running_var.to(wide.dtype)
     if module.training:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         mean, variance = wide.mean(dims), wide.var(dims, correction=0)
@@ -123,7 +139,8 @@ def _in_float32(module: _BatchNorm, x: Tensor) -> Tensor:
     shape = [1, -1] + [1] * (x.dim() - 2)
     out = (wide - mean.view(shape)) * (variance + module.eps).rsqrt().view(shape)
     if module.affine:
-        out = out * module.weight.float().view(shape) + module.bias.float().view(shape)
+        weight, bias = module.weight.to(wide.dtype), module.bias.to(wide.dtype)
+        out = out * weight.view(shape) + bias.view(shape)
     return out.to(x.dtype)
 
 

@@ -14,6 +14,7 @@ from weft.config.schema import DpoConfig
 from weft.data.logprob_files import Logprobs
 from weft.data.order import Ints
 from weft.models.common.batch import IGNORE, Batch, activation_of
+from weft.models.common.buffer_updates import updating_modules
 from weft.models.common.dropout_mode import run_block
 
 REWARD = "reward"
@@ -224,6 +225,10 @@ class ReferenceModel:
         if stored is None:
             chain = {name: block for name, block in blocks.items() if name != LOSS}
             self.blocks = copy.deepcopy(chain)
+            for name, block in self.blocks.items():
+                # Nothing trains it: BatchNorm reads its statistics and moves none.
+                for module in updating_modules(block, name).values():
+                    module.train(False)
 
     def add_to(self, batch: Batch, numbers: Ints, *, parts: Sequence[range]) -> Batch:
         """The batch with the log-probabilities of its targets.

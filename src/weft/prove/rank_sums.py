@@ -113,6 +113,7 @@ class RankSums:
         bounds = self.found.bounds
         bound = bounds.bound(key)
         parts = [member.partial.value for member in members]
+        # In float64: the type and the order in which the layout adds them are compared after its reduction.
         total = torch.stack(parts).sum(0)
         for rank, partial in members:
             place = ShardPlace(partial.param.shard)

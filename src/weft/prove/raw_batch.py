@@ -6,7 +6,7 @@ Independent of the code that feeds ranks (`weft.train.data_loader`, `weft.data.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,9 +215,11 @@ def _tensor(rows: list[list[int]]) -> Tensor:
 
 def _batch_of_arrays(arrays: SampleArrays, *, later: bool) -> Batch:
     fields: dict[str, Any] = {}
-    for name, array in vars(arrays).items():
-        if array is not None:
-            fields[name] = torch.from_numpy(array)
+    for name, found in vars(arrays).items():
+        if isinstance(found, Mapping):  # the named arrays of a mixture
+            fields[name] = {key: torch.from_numpy(array) for key, array in found.items()}
+        elif found is not None:
+            fields[name] = torch.from_numpy(found)
     batch = Batch(**fields)
     return _with_later(batch) if later else batch
 

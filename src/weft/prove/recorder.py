@@ -65,6 +65,8 @@ class OperationTrace:
 
     def gather(self) -> Operation | None:
         """The newest all-gather over an axis of the mesh; the newest operation where there is none."""
+        # The axis that was gathered over first: with sharded parameters it is theirs, since they are
+        # gathered before the first block runs.
         for (kind, _), operation in self._newest_of.items():
             if kind in GATHERS:
                 return operation
@@ -154,6 +156,8 @@ class Recorder:
         names.append(name)
         if is_known:
             return
+        # The micro-batch has to be known before hooks of the layout gather parameters or receive
+        # activations; the parameters themselves are read after those.
         block.register_forward_pre_hook(self._before_forward, prepend=True)
         block.register_forward_pre_hook(self._read_parameters)
         block.register_forward_hook(self._after_forward)
@@ -275,6 +279,7 @@ class Recorder:
         """Add what one backward yields for a parameter."""
         key = (self._number, name)
         value = gradient.detach().double() / self._scale
+        # The hook of a parameter is called in every backward, so once for each micro-batch, before anything is reduced.
         before = self.record.partial_gradients.get(key)
         if before is not None:
             value = before.value + value
@@ -337,6 +342,7 @@ class Recorder:
 
     def record_state(self, number: int, *, moments: Phase, params: Phase) -> None:
         """Record parameters and optimizer state after step `number`."""
+        # The very states that a checkpoint gets, so that what a rank would save is what is compared.
         for stored in param_states(self.step.state()):
             local = stored.dequantized()
             owner = local.param.owner
@@ -358,6 +364,7 @@ class Recorder:
         self._keep(site, flat, place, self.trace.newest)
 
     def _keep(self, site: Site, value: Tensor, place: Place, operation: Operation | None) -> None:
+        # Optimizers and operations in place change the tensor itself, and the comparison follows the whole run.
         copy = value.detach().clone()
         self.record.values[site] = Observed(copy, place, operation, value.dtype)
 

@@ -50,7 +50,7 @@ are held in it; so within this factor of the loss scale either is right."""
 
 
 @dataclass(frozen=True)
-class _StepGradients:
+class StepGradients:
     """Gradients of a step, times the loss scale.
 
     Attributes:
@@ -97,6 +97,8 @@ class Reference:
         if task.has_token_losses:
             use_plain_losses(self.blocks)
         use_plain_fp8(self.blocks)
+        # Before parameters are named and filled: a tied one is one tensor then, and autograd
+        # adds up what its uses give.
         tie(self.blocks, ties)
         self.buffers = PlainBuffers(
             self.blocks, compute=self.types.compute, dtype=self.types.params
@@ -110,6 +112,7 @@ class Reference:
         if task.dpo is not None:
             self.blocks[LOSS] = PlainPreferenceLoss(task.dpo, perturbed=self.perturbed)
             if task.dpo.has_reference:
+                # Copied here, while the blocks have their initial values.
                 self.reference_model = ReferenceModel(
                     self.blocks, stored=None, perturbed=self.perturbed
                 )
@@ -123,6 +126,8 @@ class Reference:
         """Give the modules their initial values; those that are trained, in the dtype of parameters."""
         trained = {}
         for name, param in self.params.items():
+            # Blocks compute with a copy in the type of computation; the optimizer updates the value in
+            # the type of parameters, so that no small update is lost in rounding.
             value = self.values[name]
             param.data = value.to(self._module_dtype(name))
             if param.requires_grad:
@@ -215,28 +220,29 @@ class Reference:
         loss = 0.0
         num_targets = 0
         task = self.task
-        self.buffers.set_training(False)
         for numbers in evaluated_samples(task.samples, task.batch.global_size):
             batch = self.batch_of(numbers)
             num_targets += _num_targets(batch)
             self._estimate_z0(batch)
-            for rows in self.micro_batches(len(batch.inputs)):
-                part = batch.rows(slice(rows.start, rows.stop))
-                loss += self._loss_alone(part)
-        self.buffers.set_training(True)
+            loss += sum(self._losses_alone(batch))
         mean = loss / max(num_targets, 1)
         self.trace.keep_number(step, "evaluation", "evaluation loss", mean)
         self.trace.keep_number(step, "evaluation", "number of targets", num_targets)
 
     @torch.no_grad()
-    def _loss_alone(self, batch: Batch) -> float:
-        """The sum over targets of the last block's loss."""
-        x: Any = batch.inputs
-        for name, block in self.blocks.items():
-            x = activation_of(run_block(name, block, x, batch))
-            if isinstance(x, Tensor) and x.dim():
-                x = self.perturbed(x)
-        return float(x.double())
+    def _losses_alone(self, batch: Batch) -> list[float]:
+        """The sums over targets of the last block's loss in each micro-batch, evaluated."""
+        losses = []
+        with self.buffers.evaluating():
+            for rows in self.micro_batches(len(batch.inputs)):
+                part = batch.rows(slice(rows.start, rows.stop))
+                x: Any = part.inputs
+                for name, block in self.blocks.items():
+                    x = activation_of(run_block(name, block, x, part))
+                    if isinstance(x, Tensor) and x.dim():
+                        x = self.perturbed(x)
+                losses.append(float(x.double()))
+        return losses
 
     def _estimate_z0(self, batch: Batch) -> None:
         """Set z0 of KTO to that of a whole batch: the mean of what its second documents have gained
@@ -246,14 +252,8 @@ class Reference:
         if not isinstance(loss, PlainPreferenceLoss) or not loss.dpo.has_labels:
             return
         loss.z0 = None
-        plain = replace(batch, draw_keys=None)
-        self.buffers.set_training(False)
-        parts = [
-            self._loss_alone(plain.rows(slice(rows.start, rows.stop)))
-            for rows in self.micro_batches(len(batch.inputs))
-        ]
-        self.buffers.set_training(True)
-        loss.z0 = max(sum(parts) / max(_num_targets(batch), 1), 0.0)
+        total = sum(self._losses_alone(replace(batch, draw_keys=None)))
+        loss.z0 = max(total / max(_num_targets(batch), 1), 0.0)
 
     def free_outputs(
         self, num_steps: int, free_updates: Callable[[str, int], Tensor | None]
@@ -313,6 +313,7 @@ class Reference:
         if computed.overflows:
             self.trace.skipped.add(step)
             self.scale = computed.scale / 2
+            # Its micro-batches have moved the statistics already.
             self.buffers.undo()
         else:
             self.scale = computed.scale
@@ -321,7 +322,7 @@ class Reference:
             self._rebalance(computed.forward.loads)
         self._keep_state(step)
 
-    def _gradients_as_on_layout(self, step: int, batch: Batch, num_targets: int) -> _StepGradients:
+    def _gradients_as_on_layout(self, step: int, batch: Batch, num_targets: int) -> StepGradients:
         """The gradients of a step; in a borderline case of float16 with the loss scale at which they
         overflow, or not, as on the layout.
         """
@@ -342,8 +343,9 @@ class Reference:
             self.trace.keep(step, "forward", f"{name} as used", param)
         self.trace.keep_number(step, "batch", "number of targets", num_targets)
 
-    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
+    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> StepGradients:
         """Forward and backward of a batch with a loss scale."""
+        # The gradients of a borderline step are computed twice, and its statistics must move once.
         self.buffers.undo()
         trained = {name: self.params[name] for name in self.trained}
         forward = ReferencePass(
@@ -360,21 +362,22 @@ class Reference:
         gradients: dict[str, Tensor] = {}
         squares: list[float] = []
         for name, total in sums.items():
+            # Rounded before the norm is computed, as ranks round the reduced sum to the type of the parameter.
             gradient = total.to(self.types.params)
             gradients[name] = gradient
             squares.append(float(gradient.double().square().sum()))
         norm = math.sqrt(sum(squares)) / scale
-        return _StepGradients(
+        return StepGradients(
             forward, gradients, scale, norm, overflows=self.is_scaled and not math.isfinite(norm)
         )
 
-    def _overflows_elsewhere(self, step: int, computed: _StepGradients) -> bool:
+    def _overflows_elsewhere(self, step: int, computed: StepGradients) -> bool:
         """Whether the gradients of the step overflow here or on the layout, but not on both."""
         if self.skipped is None or not self.is_scaled:
             return False
         return computed.overflows != (step in self.skipped)
 
-    def _keep_gradients(self, step: int, computed: _StepGradients, num_targets: int) -> None:
+    def _keep_gradients(self, step: int, computed: StepGradients, num_targets: int) -> None:
         forward = computed.forward
         forward.keep_in(self.trace, step)
         self.trace.keep_number(step, "loss", "loss", forward.loss / num_targets)
@@ -385,7 +388,7 @@ class Reference:
             self.trace.keep(step, "backward", title, unscaled)
             self.trace.keep(step, "reduce", title, unscaled)
 
-    def _update(self, step: int, computed: _StepGradients, *, lr: float) -> None:
+    def _update(self, step: int, computed: StepGradients, *, lr: float) -> None:
         factor = _clip_factor(computed.norm, self.task.clip_of(step))
         self.trace.keep_number(step, "clip", "clip factor", factor)
         factor_of_scaled = factor / computed.scale
@@ -410,6 +413,7 @@ class Reference:
             is_free = free_signs(name, step)
             if is_free is None:
                 continue
+            # For all entries, so that what is drawn later does not depend on how many are free.
             bits = torch.randint(0, 2, gradient.shape, generator=self._generator)
             signs = 2 * bits - 1
             drawn[name] = torch.where(is_free, gradient * signs, gradient)

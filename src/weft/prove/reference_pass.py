@@ -66,6 +66,7 @@ class ReferencePass:
                 if param.grad is None:
                     continue
                 totals[name] += param.grad.to(reduce)
+                # Sums over micro-batches have a type of their own, in which autograd would not add them.
                 param.grad = None
         return totals
 
@@ -138,6 +139,7 @@ class ReferencePass:
             gradients = self.gradients.setdefault(name, {})
 
             def keep(gradient: Tensor) -> None:
+                # In float64, since a small gradient without its loss scale is zero in float16.
                 gradients[rows.start] = gradient.detach().double() / self.loss_scale
 
             x.register_hook(keep)

@@ -50,5 +50,7 @@ def stored_tensors(run_folder: Path) -> Iterator[tuple[str, str, Tensor]]:
                 of_blocks = checkpoint.section(largest_name)
                 largest = of_blocks.read(owner, Box.whole(of_blocks.shapes[owner]))
                 length = checkpoint.manifest.facts.run["optim"]["state_block"]
+                # By the definition of the codes: the code that training reads with could undo
+                # what it has written wrongly.
                 values = decoded(values, largest, length)
             yield owner, name, values

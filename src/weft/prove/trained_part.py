@@ -47,6 +47,7 @@ class TrainedPart:
 
     def train(self, subject: Subject, comm: Comm, *, record: RankRecord) -> Training:
         """Train on this rank, and add what it computes to its record; the training run as it ends."""
+        # The `Comm` is used after this part, too, where nothing is to be recorded any more.
         observers = comm.observers
         record.progress.is_restoring = self.restores
         training = subject.build_training(
@@ -66,6 +67,7 @@ class TrainedPart:
         training = shortened(training, total=self.total, saves=self.saves, evaluator=between)
         run_training(training, EventLog(None, [recorder]))
         if training.snapshots is not None:
+            # A snapshot that is still being copied would be missing where the next part starts from it.
             for _ in training.snapshots.wait():
                 pass
         if self.evaluates:

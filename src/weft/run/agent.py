@@ -39,6 +39,7 @@ def end_with_agent(env: Env) -> None:
         return
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
+        # before the parent is looked at: an agent that ends in between is seen by one of the two
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.getppid()
     if not _may_be_agent(parent, env["TORCHELASTIC_RUN_ID"]):

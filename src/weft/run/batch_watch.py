@@ -41,6 +41,7 @@ def main(env: Mapping[str, str] = os.environ) -> int:
 def is_lost(node: str, nodes: str) -> bool:
     """Whether a node is missing in the nodes of a job, as a host list; "": they are not known."""
     try:
+        # a controller that does not answer, or answers with something else, says nothing of the node
         return bool(nodes) and node not in expand_hosts(nodes)
     except LaunchError:
         return False

@@ -151,6 +151,7 @@ def find_gpus() -> GpuInventory:
     if torch.cuda.is_initialized():
         num_visible = torch.cuda.device_count()
     else:
+        # asks the driver's library and starts no CUDA, which a fork would not survive
         num_visible = torch.cuda._device_count_nvml()
     if num_visible < 0:
         num_visible = _ask_other_process()
@@ -267,6 +268,7 @@ def check_exclusive(claims: Claims, uuid: str) -> None:
         LaunchError: another rank has claimed it.
     """
     first = claims.claim(f"gpu {uuid}")
+    # a rank that claims twice, after a restart of its communicator, has the GPU already
     if first == claims.rank:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")

@@ -135,6 +135,7 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
     text = text[:MAX_TEXT]
     if kind not in NO_LOCATION_KINDS:
         text += _location(error)
+    # its end is kept below: the innermost frames, and the message
     trace = "".join(traceback.format_exception(error))
     return RankFailure(rank, kind, at_s, _encodable(text), _encodable(trace[-MAX_TRACE:]))
 
@@ -184,4 +185,5 @@ def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> Rank
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that caused the others, see Note [Root cause of a failed run]."""
+    # False comes first: any other failure before all secondary ones
     return min(failures, key=lambda failure: (failure.kind == "secondary", failure.at_s))

@@ -181,11 +181,13 @@ class HeldLock:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        # a rank leaves this block too, in its copy of the memory: the lock is the launcher's
         if os.getpid() != self.holder.pid:
             return
         if _is_same_file(self.path, self._file):
             with suppress(OSError):
                 self.path.unlink()
+        # after the file is removed: who gets the flock then sees that the path is another file
         os.close(self._file)
         if self._is_new_folder:
             with suppress(OSError):  # a start that failed leaves no empty folder
@@ -270,6 +272,7 @@ def _acquire(path: Path, mine: LockHolder, *, is_new_folder: bool) -> HeldLock:
     while True:
         file = _create(path, mine)
         if file is not None:
+            # without flock another process may still rename the lock away, and then finds that it was not stale
             if _flock(file) is None:
                 time.sleep(SETTLE_S)
             if _is_same_file(path, file):
@@ -282,6 +285,7 @@ def _acquire(path: Path, mine: LockHolder, *, is_new_folder: bool) -> HeldLock:
         is_taken = False
         try:
             has_own_flock = _flock(file)
+            # its holder has removed it meanwhile: a flock on a file without a name excludes no one
             if not _is_same_file(path, file):
                 continue
             has_flock = None if has_own_flock is None else not has_own_flock
@@ -289,6 +293,7 @@ def _acquire(path: Path, mine: LockHolder, *, is_new_folder: bool) -> HeldLock:
             state = found.state(mine.job)
             if state == "held" or (state == "ending" and time.monotonic() > deadline):
                 raise LaunchError(found.fault())
+            # the flock admits one process: the file is written anew in place, so that its name never vanishes
             if state == "stale" and has_own_flock:
                 _write(file, mine)
                 is_taken = True
@@ -309,6 +314,7 @@ def _create(path: Path, mine: LockHolder) -> int | None:
     try:
         _flock(file)
         _write(file, mine)
+        # fails where the name exists: of several processes one creates the lock
         os.link(temporary, path)
         is_created = True
     except FileExistsError:
@@ -404,5 +410,6 @@ def _write(file: int, holder: LockHolder) -> None:
     """Replace the contents in one call; what is shorter than before is filled with spaces."""
     text = json.dumps(asdict(holder), indent=1) + "\n"
     old_size = os.fstat(file).st_size
+    # not truncated first: a reader in between would see an empty lock
     data = text.encode().ljust(old_size)
     os.pwrite(file, data, 0)

@@ -30,6 +30,7 @@ def survives_fork() -> bool:
         return True  # the forks of the ranks say why
     if pid == 0:
         torch.set_num_threads(max(2, torch.get_num_threads()))
+        # large enough for several threads: a small operation would end in any fork
         torch.ones(NUM_ENTRIES).exp_()
         os._exit(0)
     try:
@@ -46,6 +47,7 @@ def _ends(pid: int) -> bool:
     while time.monotonic() < deadline:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return True
+        # in a row: a thread that waits for a page or a lock sleeps for a moment, too
         num_asleep = num_asleep + 1 if _are_all_asleep(pid) else 0
         if num_asleep == MANY_POLLS:
             return False

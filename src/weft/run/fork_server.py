@@ -134,6 +134,7 @@ def serve(listener_fd: int, modules: Sequence[str] = ()) -> None:
     for name in (*SERVER_PRELOAD, *modules):
         with suppress(ImportError):  # the caller may have made a module that no file contains
             importlib.import_module(name)
+    # after the imports: a collection in a fork would copy the pages of all these objects
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
@@ -161,6 +162,7 @@ def _fork_supervisor(fn: Callable[[], None]) -> None:
 
 
 def _supervise_job(client: Connection) -> None:
+    # the server has it ignored, and the ends of ignored children cannot be waited for
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job: Job = client.recv()
     forked = fork_workers(job.mesh.size, Path(job.folder), close=client)
@@ -192,6 +194,7 @@ def _run_job(job: Job, worker: WorkerProcess) -> None:
     """Be one rank of `job`: call its function and report the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C ends
     os.chdir(job.cwd)
+    # in place: torch and others hold this object
     os.environ.clear()
     os.environ.update(job.environ)
     sys.path[:] = job.path
@@ -227,6 +230,7 @@ def _pickle_exception(error: BaseException) -> bytes:
     """The pickled exception; b"" if it cannot be unpickled again."""
     try:
         data: bytes = cloudpickle.dumps(error)
+        # some exceptions are pickled and cannot be made again, which the caller must not find out
         cloudpickle.loads(data)
     except Exception:  # noqa: BLE001 - its text is reported instead
         return b""

@@ -55,6 +55,7 @@ class ForkedAnswer:
     def __init__(self, function: Callable[[], Answer], *, niceness: int = 0) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._reader, writer = os.pipe()
+        # else what is buffered would be written by both processes
         flush_output()
         parent = os.getpid()
         self.pid = os.fork()
@@ -65,12 +66,14 @@ class ForkedAnswer:
             gc.freeze()
             os.nice(niceness)
             _answer_and_exit(function, self._file.fileno())
+        # from here on the child alone holds this end: the pipe ends with it
         os.close(writer)
 
     def wait(self) -> Answer:
         """The answer, when the process has ended; in this process, or in one that it has forked."""
         os.read(self._reader, 1)  # nothing is written: it returns at the end of the pipe
         file = self._file.fileno()
+        # read at a place and not from the position of the file, which all forks share
         size = os.fstat(file).st_size
         text = os.pread(file, size, 0)
         if not text:

@@ -155,6 +155,7 @@ class HangDetector:
         """
         interval_s = 0.0
         if not math.isnan(self._checked_at_s):
+            # a supervisor that was stopped or starved knows nothing of what its ranks did meanwhile
             interval_s = min(now_s - self._checked_at_s, MAX_INTERVAL_S)
         self._checked_at_s = now_s
         found: list[int] = []
@@ -162,9 +163,11 @@ class HangDetector:
             if value != self._progress[rank]:
                 self._progress[rank] = value
                 self.stalled_s[rank] = 0.0
+                # a rank that has moved is compared with its next state, not with one from before
                 self._states[rank] = None
             else:
                 self.stalled_s[rank] += interval_s
+            # /proc is read for the few that stand still
             if value != ENDED and self.stalled_s[rank] >= SUSPICIOUS_S:
                 found.append(rank)
         self._interval_s = interval_s
@@ -281,7 +284,7 @@ class _Diagnosis:
             return self._hang("stopped", rank, text)
         if snapshot in path:
             return self._deadlock(path[path.index(snapshot) :])
-        if snapshot.waiting is None:
+        if snapshot.waiting is None or not snapshot.waiting.has_known_members:
             limit_s = busy_limit_s(
                 snapshot.phase, step_s=self.step_s, timeout_s=self.timeout_s, patience=self.patience
             )
@@ -295,6 +298,8 @@ class _Diagnosis:
         for member in missing:
             if member in self.ended:
                 return self._hang("ended", member, "has ended")
+            # all members that are missing are followed: the first may wait for a third that
+            # computes, and another be stopped
             hang = self.follow(self.snapshots[member], path=(*path, snapshot))
             if hang is not None:
                 return hang
@@ -308,6 +313,7 @@ class _Diagnosis:
         for member in call.members:
             other = self.snapshots[member]
             is_in_the_call = other.waiting is not None and not self._is_stopped(member)
+            # it has joined the call and left it, or not begun to wait: what it does elsewhere holds up the others
             if member not in self.ended and not is_in_the_call:
                 hang = self.follow(other, path=())
                 if hang is not None:
@@ -328,6 +334,7 @@ class _Diagnosis:
         seconds = self.stalled_s[first.rank]
         for snapshot, awaited in zip(cycle, (*others, first), strict=True):
             assert snapshot.waiting is not None, "ranks of a cycle wait"
+            # the device may be in a kernel before the call, which no board shows
             if snapshot.waiting.is_on_device and seconds < self._limit_s(snapshot):
                 return None
             call = _call_text(snapshot.waiting)
@@ -360,7 +367,9 @@ class _Diagnosis:
 
 
 def missing_members(call: WaitingCall, snapshots: Sequence[RankSnapshot]) -> tuple[int, ...]:
-    """Members of a call that have not started it."""
+    """Members of a call that have not started it; none where that is not known."""
+    if not call.has_known_members:
+        return ()
     return tuple(
         member
         for member in call.members

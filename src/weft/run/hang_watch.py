@@ -67,6 +67,7 @@ class HangWatch:
             return None
         states = {rank: state_of(rank) for rank in suspicious}
         self._detector.discount(states, num_running=len(running))
+        # nothing can be found yet: the boards are not read
         if max(self._detector.stalled_s) < self._detector.shortest_limit_s:
             return None
         ended = frozenset(range(num_ranks)).difference(running)

@@ -88,12 +88,14 @@ def _script_world(started: World | None) -> World | None:
 
 def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     """Fork the ranks of `mesh`. Returns in the ranks only."""
+    # before the fork: a missing GPU is one error and not one of each rank
     devices_of_local_ranks(device, mesh.size, "fork")
     folder = PrivateFolder()
     nonce = secrets.token_hex(16)
     if mesh.size == 1:
         atexit.register(folder.remove)
         return local_world(0, 1, folder=folder.path, nonce=nonce)
+    # mapped before the fork: all ranks inherit it
     board = StatusBoard.create(folder.path / "board", mesh.size)
     with SignalQueue() as signals, open_listener(port) as listener:
         forked = fork_workers(mesh.size, folder.path, mesh=mesh, are_scripts=True)

@@ -136,11 +136,14 @@ def launch(
         restart: Restart | None = None
         while True:
             supervision.check_start()
+            # ranks that start again need the folder for their rendezvous
             if folder.renew():
                 board = _open_board(folder, nproc, supervision)
             attempt_folder = folder.path / f"attempt{policy.num_done}"
             attempt_folder.mkdir()
+            # a new one for each attempt: a rank of the one before that still ends cannot join this world
             nonce = secrets.token_hex(16)
+            # no rank runs: what the ranks before wrote last would count for the new ones
             board.clear()
             forked = fork_workers(nproc, attempt_folder, mesh=mesh)
             if isinstance(forked, WorkerProcess):
@@ -168,6 +171,7 @@ def launch(
                 patience=policy.patience,
                 mesh=mesh,
             )
+            # no worker runs any more when it returns: the next ones may use the same GPUs
             end = _end_of(supervisor, may_restart=policy.allows)
             if not policy.allows(end):
                 return _outcome(end, context)
@@ -257,6 +261,7 @@ def local_world(
         rendezvous = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
         if rank == 0:
             file = os.dup(listener.fileno())
+        # rank 0 has a copy, and no other rank may hold the port open when it ends
         listener.close()
     return World(
         rank,
@@ -294,6 +299,7 @@ def _end_of(
             supervisor.terminate()
         return end
     finally:
+        # also after an error of this process: no rank outlives it
         supervisor.group.kill()
 
 

@@ -44,6 +44,7 @@ def _of_slurm(env: Env, world: World) -> NodePlacement | None:
     if sum(counts) != world.size or not all(map(str.isdecimal, (node, *own))):
         return None
     own_ranks = tuple(sorted(map(int, own)))
+    # the numbers of tasks are the same for all distributions; those of the own node tell them apart
     planes = (NodePlacement.in_turn(counts, block=block) for block in range(1, max(counts)))
     for placement in (NodePlacement.by_node(counts), *planes):
         if placement.ranks_of(int(node)) == own_ranks:

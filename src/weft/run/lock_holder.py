@@ -85,6 +85,7 @@ class LockHolder:
             return False
         start = _start_of(self.pid)
         if start is not None:
+            # the same number may be another process by now, which has started later
             return start == self.process_start
         try:  # /proc may hide the processes of other users
             os.kill(self.pid, 0)

@@ -84,6 +84,7 @@ def _folder_of_agent(run_id: str, out: Path) -> Path | None:
     agent = os.getppid()
     folder = folder_path(run_id, str(agent), str(out.resolve()))
     try:
+        # opened before the folder is made: a number could be another process when the cleaner waits for it
         agent_file = os.pidfd_open(agent)
     except OSError:
         return None

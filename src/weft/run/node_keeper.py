@@ -63,6 +63,7 @@ def make_kept_folder(folder: Path) -> int:
     lock = os.open(unnamed / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
+        # fails where another keeper has the name with its content, which is then in use
         unnamed.rename(folder)
     except OSError:
         shutil.rmtree(unnamed, ignore_errors=True)

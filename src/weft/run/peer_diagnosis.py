@@ -79,8 +79,9 @@ class PeerDiagnosis:
     def find(self, call: WaitingCall) -> HungPeer | None:
         """Follow the ranks that `call` waits for; the first that is hung, or None."""
         path = [self.rank]
-        while True:
+        while call.has_known_members:
             members = self._ask_members(call, waiting=path[-1])
+            # then questions end without an answer, which is no sign of a hung rank
             if self.is_closing():
                 return None
             rank = members.missing
@@ -97,6 +98,7 @@ class PeerDiagnosis:
                 return _deadlock(cycle, answer, call)
             path.append(rank)
             call = answer.waiting
+        return None
 
     def _ask_members(self, call: WaitingCall, *, waiting: int) -> _Members:
         """Ask the members of a call, up to the first one that has not joined it."""
@@ -138,6 +140,7 @@ class PeerDiagnosis:
         own_host = self.host_of(asked_by)
         hosts = {rank: self.host_of(rank) for rank in answers}
         elsewhere = [rank for rank, host in hosts.items() if host != own_host]
+        # a link between machines is cut more often than memory within one
         candidates = elsewhere or list(answers)
         culprit = candidates[0]
         text = (

@@ -144,6 +144,7 @@ class PeerMessages:
     def publish(self, verdict: StoredVerdict) -> None:
         """Store a verdict, unless there is one."""
         text = json.dumps(asdict(verdict))
+        # the first one counts: two ranks that found each other would otherwise name two culprits
         self._request(partial(self._store.compare_set, VERDICT, "", text))
 
     def verdict(self) -> StoredVerdict | None:
@@ -164,6 +165,7 @@ class PeerMessages:
 
     def _request(self, request: Callable[[], Result]) -> Result:
         """The result of a request to the store."""
+        # set before the request, which may not return: the other thread reads it meanwhile
         self.is_silent = True
         result = request()
         self.is_silent = False

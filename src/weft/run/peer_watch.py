@@ -123,6 +123,7 @@ class PeerWatch:
             self._threads.append(thread)
 
     def __enter__(self) -> PeerWatch:
+        # before the threads: others may look for it as soon as this rank joins a call
         self._messages.post_process(LockHolder.this_process())
         for thread in self._threads:
             thread.start()
@@ -228,6 +229,7 @@ class PeerWatch:
         self._messages.ask(rank)
         deadline_s = time.monotonic() + peer_diagnosis.ANSWER_S
         while time.monotonic() < deadline_s and not self._closing.wait(self._interval_s / 4):
+            # while it waits itself: of two ranks that ask each other neither would answer in time
             self._answer()
             answer = self._messages.answer_of(rank)
             if answer is not None and answer != earlier:
@@ -239,6 +241,7 @@ class PeerWatch:
     def _publish(self, finding: HungPeer) -> None:
         """Store the verdict on a rank, unless this rank went on meanwhile."""
         own = self._board.read(0)
+        # the answers have taken up to a second for each member
         if self._stalled_s == 0.0 or own.waiting is None:
             return
         call = finding.call
@@ -289,6 +292,7 @@ class PeerWatch:
             elapsed_s = clock.elapsed_s()
             has_progress = self._board.progress(0) != progress
             progress = self._board.progress(0)
+            # a request that returns late shows the store to be there
             if has_progress or not self._messages.is_silent:
                 silent_s = 0.0
                 continue

@@ -84,6 +84,7 @@ class PrivateFolder:
             folders.append(self.memory_path)
         self._owner = os.getpid()
         self._folders = tuple(folders)
+        # at once: whatever ends this process from here on, the folders go
         self._cleaner, self._held = _start_cleaner(self._folders)
 
     def renew(self) -> bool:
@@ -123,6 +124,7 @@ class PrivateFolder:
             return
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+        # after the removal: the cleaner then finds nothing, and ends without an import
         os.close(self._held)
         os.waitpid(self._cleaner, 0)
 
@@ -155,5 +157,6 @@ def become_cleaner(awaited: int) -> None:
     if prctl is not None:
         prctl(PR_SET_NAME, CLEANER_NAME, 0, 0, 0)
     os.dup2(awaited, 0)
+    # an inherited end of a pipe, kept open here, would let those that read the other wait for ever
     os.closerange(1, os.sysconf("SC_OPEN_MAX"))
     os.chdir("/")

@@ -40,6 +40,7 @@ class ProcessState:
         earlier = dict(before.cpu_wait_ns)
         longest_ns = 0
         for thread, wait_ns in self.cpu_wait_ns:
+            # a thread that was not there before has waited for an unknown part of the interval: none of it counts
             longest_ns = max(longest_ns, wait_ns - earlier.get(thread, wait_ns))
         return longest_ns
 
@@ -74,6 +75,7 @@ def thread_state(native_id: int) -> ProcessState:
 
 def _state_letter(folder: Path) -> str:
     text = (folder / "stat").read_text(encoding="ascii", errors="replace")
+    # behind the last bracket: the name of a process may hold brackets and spaces
     return text.rpartition(")")[2].split()[0]
 
 

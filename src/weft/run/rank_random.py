@@ -59,6 +59,7 @@ def own_generator(state: Tensor) -> Iterator[None]:
 
     See Note [Generators of rank threads].
     """
+    # ranks start at once, and kernels can be registered a single time
     with _install_lock:
         key = _install()
     generator = torch.Generator()
@@ -164,5 +165,6 @@ def _default_in_state_of(own: torch.Generator) -> Iterator[None]:
             yield
         finally:
             _own_generator.reset(token)
+            # also after an error: what was drawn before it is drawn in a process, too
             own.set_state(DEFAULT.get_state())
             DEFAULT.set_state(before)

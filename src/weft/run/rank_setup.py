@@ -93,6 +93,7 @@ def open_comm(
     )
     try:
         if device.type == "cuda":
+            # before communicators are made: NCCL would wait, or fail with another text, where two ranks share a GPU
             check_exclusive(transport, gpu_uuid(device))
         if policy_of(device.type).connects_at_start:
             groups = planned_groups(mesh, world.rank, steps=steps)
@@ -105,6 +106,7 @@ def open_comm(
             monitor=world.attempt.status if world.attempt else None,
         )
     except BaseException:
+        # aborts what is under way: the others fail instead of waiting
         transport.close()
         raise
     transport.close(is_orderly=True)
@@ -140,6 +142,7 @@ def prepare_rank(local_size: int) -> None:
     keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // local_size))
+    # per thread: ranks that are threads each set it, and threads that they start inherit it
     torch.set_flush_denormal(True)
 
 

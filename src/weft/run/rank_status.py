@@ -50,6 +50,8 @@ NUM_DURATIONS = 128
 """Step times that are kept per rank."""
 NUM_GROUPS = 40
 """Groups of ranks whose calls are counted per rank."""
+NO_GROUP = 0
+"""Number that further groups share."""
 MAX_TEXTS = 4096
 MAX_LOOK_AGE_S = 1.0
 """Age of a look at the device after which it says nothing: the thread that looks does not run."""
@@ -102,6 +104,13 @@ class WaitingCall:
     group: int
     position: int
     is_on_device: bool = False
+
+    @property
+    def has_known_members(self) -> bool:
+        """Whether the board says who the members are and which of them have started the call: it has no
+        place for the numbers of further groups, nor for the members of a very large one.
+        """
+        return self.group != NO_GROUP and bool(self.members)
 
 
 @dataclass(frozen=True)
@@ -307,6 +316,7 @@ class RankStatus:
         now_ns = time.monotonic_ns()
         words[GROUP] = words[self._group_words[call.group_key]]
         words[POSITION] = position
+        # after the text and the numbers of the call: a reader that sees it finds this call there
         words[WAITING] = now_ns
         self._changed(now_ns)
 
@@ -315,6 +325,7 @@ class RankStatus:
         words = self._words
         if call is not self._call_on_device:
             self._call_on_device = call
+            # before the text changes: what is read meanwhile is no call
             words[DEVICE_SEEN] = 0
         if call is None:
             return
@@ -342,7 +353,7 @@ class RankStatus:
 
     def _add_group(self, call: ShownCall) -> int:
         """The words of a new group: its number and its calls. Groups beyond NUM_GROUPS share the
-        last place, which has number 0 and is not shown.
+        last place, which has the number NO_GROUP and is not shown.
         """
         used = len(set(self._group_words.values()))
         index = GROUPS_AT + 2 * min(used, NUM_GROUPS)
@@ -353,6 +364,7 @@ class RankStatus:
 
     def _add_text(self, call: ShownCall) -> bytes:
         """Text and members of a call, as one piece of the slot."""
+        # shapes may differ in every step; the texts of a thousand steps are not worth their memory
         if len(self._texts) >= MAX_TEXTS:
             self._texts.clear()
         text = _call_text(call)

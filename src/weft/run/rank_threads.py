@@ -95,6 +95,7 @@ def run_rank_threads(
         watch: looks for hung ranks; None: nothing does.
     """
     run: ThreadRun[T] = ThreadRun()
+    # taken once, before any rank draws: all start in the same state
     random_state = torch.get_rng_state()
 
     def run_rank(rank: int) -> None:
@@ -129,7 +130,9 @@ def run_rank_threads(
             hung = watch.find_failure(running)
             if hung is not None:
                 run.failures.append(hung)
+                # a hung thread cannot be ended: the others are waited for, and it is left behind
                 awaited.pop(hung.rank, None)
+                # the others raise at their next collective, with its name
                 world.fail(hung.rank, RankError(hung.rank, "hung", hung.text))
         return bool(run.failures)
 
@@ -161,6 +164,7 @@ def _join(
         if left_s <= 0:
             return
         first = next(iter(running.values()))
+        # in slices, so that Ctrl-C is seen
         first.join(min(POLL_S, left_s))
 
 

@@ -42,6 +42,7 @@ class SignalQueue:
             signal.signal(number, handler)
 
     def _enqueue(self, number: int, frame: FrameType | None) -> None:
+        # nothing else here: the handler may interrupt any line of the main thread
         self.pending.append(number)
 
     def next(self) -> int | None:

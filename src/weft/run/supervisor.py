@@ -87,8 +87,10 @@ class Supervisor:
             polled_s = time.monotonic()
             group.poll(POLL_S)
             if not group.failures:
+                # the time before the look: a rank that dies during it was alive then
                 self._seen_alive_s = polled_s
             certain = group.certain_failures()
+            # a certain failure at once: its rank may take seconds to end, or not end at all
             if certain or group.is_settled():
                 return self._failed(root_cause([*group.failures, *certain]))
             code = self._handle_signal()
@@ -138,6 +140,7 @@ class Supervisor:
         worker = self.group.workers[hang.ranks[0]]
         stack = ""
         if worker.exit_code is None:
+            # while it hangs: a process that is killed leaves no stack
             stack = self.group.stack_of(worker)
             self.group.kill_one(worker)
         return SupervisedEnd(
@@ -182,6 +185,7 @@ class RestartPolicy:
         failure = end.failure
         if failure is None or end.is_requested or self.num_done >= self.most:
             return False
+        # a start would end in the same error, after it has read and built everything anew
         if failure.kind in REPEATED_KINDS:
             return False
         return end.is_pause or not self._repeats(failure, end.step)

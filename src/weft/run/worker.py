@@ -81,6 +81,7 @@ def fork_worker(rank: int, stack_file: Path, *, close: Iterable[Connection] = ()
     parent = os.getpid()
     reader, writer = Pipe(duplex=False)
     flush_output()
+    # until the child has its own handlers: a signal in between would be queued there and not be seen
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SignalQueue.SIGNALS)
     try:
         pid = os.fork()
@@ -104,6 +105,7 @@ def detach(parent: int, *, stack_file: Path) -> None:
     """Give a fresh fork a process group, default signal handlers and an empty stdin, and end it
     when its parent ends.
     """
+    # a group of its own: Ctrl-C of the terminal goes to the launcher alone, which decides
     os.setpgid(0, 0)
     for number in SignalQueue.SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -116,6 +118,7 @@ def detach(parent: int, *, stack_file: Path) -> None:
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
+    # kept open for as long as the process: a crash cannot open files
     stacks = stack_file.open("w")
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -126,6 +129,7 @@ def end_with_parent(parent: int) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # after the request: a parent that ended before it would not be noticed by the kernel
     if os.getppid() != parent:
         os._exit(EXIT_FAILED)
 

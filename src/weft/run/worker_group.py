@@ -256,6 +256,7 @@ class WorkerGroup:
             os.killpg(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         worker.exit_code = os.waitstatus_to_exitcode(status)
+        # a report may have been written just before the end
         while not worker.pipe.closed and worker.pipe.poll():
             _receive(worker)
         worker.pipe.close()
@@ -290,5 +291,6 @@ def _receive(worker: WorkerProcess) -> None:
     except (EOFError, OSError):  # OSError: the worker ended within a report
         worker.pipe.close()
         return
+    # a rank that reports early, and again when it ends, has failed by the first
     if worker.report is None:
         worker.report = report

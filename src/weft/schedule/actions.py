@@ -73,6 +73,7 @@ def needs(
     next_stage = stage + 1
     if next_stage == num_stages:
         return (own_forward,)
+    # a whole backward and the input half of a split one yield the same gradient: either is enough here
     next_is_split = (next_stage, mb) in splits
     next_backward = Act("I" if next_is_split else "B", next_stage, mb)
     return own_forward, next_backward
@@ -194,6 +195,7 @@ class Table:
                         )
                     )
                 header[key] = tuple(map(int, numbers.split()))
+            # rows in order: a rank that is left out shows where it is missing
             elif row_match and int(row_match[1]) == len(rows):
                 rows.append(parse_row(row_match[2]))
             elif content:
@@ -234,6 +236,7 @@ class Table:
         """
         fields = json.loads(text)
         numbers = [fields["microbatches"], *fields["stage_to_rank"]]
+        # JSON's true and 1.0 are equal to whole numbers and would pass as such
         if not all(type(number) is int for number in numbers):
             raise ValueError("microbatches and stage_to_rank are whole numbers")
         return Table.of_rows(

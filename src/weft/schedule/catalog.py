@@ -60,6 +60,7 @@ class Schedule:
     def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
         """Why these sizes do not work; empty when `table` can be made."""
         found = list(self._range_faults(ranks, chunks, microbatches))
+        # the check of a schedule may divide by these sizes
         if not found:
             fault = self.check(ranks, chunks, microbatches)
             if fault is not None:
@@ -145,6 +146,7 @@ def find(name: str, lines: TableLines = ()) -> Schedule:
         ScheduleError: there is no such name or file, or it holds no valid table.
     """
     known = SCHEDULES.get(name)
+    # a public name first: a file of that name in the working folder does not hide the schedule
     if known is not None:
         return known
     if lines:

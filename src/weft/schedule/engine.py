@@ -77,6 +77,7 @@ class RankRows(Generic[Step]):
                 # `attempt` may wake ranks or take them along; they run when this one waits.
                 lacks = attempt(rank, row[place])
                 if lacks:
+                    # at the first thing that is lacking: whether the others are there is asked when it has happened
                     self._sleeping.setdefault(lacks[0], []).append(rank)
                     break
                 self.places[rank] += 1
@@ -121,6 +122,7 @@ class PlayOrder:
         source_of = [-1] * len(ranks)
         consumer_of = [-1] * len(ranks)
         for place, source in enumerate(sources.values()):
+            # stages of one rank hand tensors on without a message
             if source is not None and ranks[places[source]] != ranks[place]:
                 source_of[place] = places[source]
                 consumer_of[places[source]] = place
@@ -130,6 +132,7 @@ class PlayOrder:
         """The same actions, by ascending keys; there is one for each place."""
         before = sorted(range(len(keys)), key=keys.__getitem__)
         place_of = {place: number for number, place in enumerate(before)}
+        # where there is no such action there is none in the new order, either
         place_of[-1] = -1
         return PlayOrder(
             table=self.table,

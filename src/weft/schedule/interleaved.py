@@ -54,12 +54,15 @@ def _row(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Act]
         for chunk in range(chunks):
             for mb in range(first_mb, first_mb + ranks):
                 stage = chunk * ranks + rank
+                # backwards go through the chunks from the last to the first
                 mirrored_stage = (chunks - 1 - chunk) * ranks + rank
                 forwards.append(Act("F", stage, mb))
                 backwards.append(Act("B", mirrored_stage, mb))
 
     total = microbatches * chunks
     ranks_behind = ranks - 1 - rank
+    # a gradient comes back once the first group has passed all chunks; 2 for each rank behind, as
+    # forwards and backwards of these ranks stand between
     warmup = min(2 * ranks_behind + (chunks - 1) * ranks, total)
     yield from forwards[:warmup]
     for k in range(warmup, total):

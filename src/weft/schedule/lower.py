@@ -105,6 +105,7 @@ def transfer_order(table: Table) -> PlayOrder:
     """
     order = play_order(table)
     ends = [interval.end for interval in intervals(order, unit_cost, hop=ORDERING_HOP)]
+    # by rank where ends are equal: no two actions of a rank end together, so the line is the same everywhere
     return order.sorted_by(list(zip(ends, order.ranks, strict=True)))
 
 
@@ -122,6 +123,8 @@ def lower(table: Table) -> Program:
         if consumer >= 0:
             receiver = order.ranks[consumer]
             rows[rank].append(Send(act, receiver))
+            # at the same place of the line as the send: what the receiver's row has so far ends
+            # before, what follows after
             rows[receiver].append(Recv(act, rank))
     return Program(table, tuple(map(tuple, rows)))
 
@@ -201,9 +204,11 @@ class _RendezvousRun:
         partner = self.ranks.head(transfer.peer)
         if partner is None or isinstance(partner, Act):
             return False
+        # it is at a transfer with another rank, or both send: neither can go on here
         if partner.peer != rank or type(partner) is type(transfer):
             return False
         sender = rank if isinstance(transfer, Send) else transfer.peer
+        # an error and no wait: without tags the backend would hand over the wrong tensor
         if transfer.act != partner.act or transfer.act not in self.held[sender]:
             positions = f"{self.position(rank)}; {self.position(transfer.peer)}"
             raise _program_error("a receive would get another tensor", positions)

@@ -72,6 +72,7 @@ def check_table(table: Table) -> None:
         ScheduleError: it is too large, incomplete, deadlocks, or ranks own unequal numbers of
             stages.
     """
+    # before `validate`, whose lists are as long as stages times micro-batches say, which a short file can name
     fault = _size_fault(table)
     if fault is not None:
         raise ScheduleError(fault)

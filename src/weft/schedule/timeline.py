@@ -150,6 +150,7 @@ def _union_length(spans: Iterable[Span]) -> float:
     for span in spans:
         start = span.start
         if covered_until is not None:
+            # what overlaps counts once
             start = max(start, covered_until)
         covered_until = max(span.end, start)
         total += covered_until - start
@@ -159,6 +160,7 @@ def _union_length(spans: Iterable[Span]) -> float:
 def idle(timeline: Timeline) -> tuple[float, ...]:
     """Time of the makespan in which each rank computes nothing."""
     total = makespan(timeline)
+    # the makespan is that of all spans: a rank that waits for a message at the end is idle
     computing = timeline.only(kinds=COMPUTE)
     return tuple(total - rank_busy for rank_busy in busy(computing))
 

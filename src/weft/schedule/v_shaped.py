@@ -30,6 +30,7 @@ def v_shaped_table(row_words: RowWords, *, ranks: int, microbatches: int) -> Tab
         last_stage = 2 * ranks - 1
         stages = {"a": rank, "b": last_stage - rank}
         words = row_words(rank)
+        # left out only here: the counters of the row go by all micro-batches that its pattern has
         row = [act for act in _actions(words, stages) if act.mb < microbatches]
         rows.append(row)
     return Table.of_rows(
@@ -66,6 +67,7 @@ def _actions(words: Iterable[str], stages: dict[str, int]) -> Iterator[Act]:
 
 def _take_oldest(pending_wgrads: list[Act], stage: int | None) -> Act:
     """Remove the oldest pending weight gradient of this stage, or of any for None."""
+    # few are pending at any time, so a list is enough
     for index, act in enumerate(pending_wgrads):
         is_asked_for = stage is None or act.stage == stage
         if is_asked_for:

@@ -46,6 +46,7 @@ def _sources(table: Table) -> dict[Act, Act | None]:
         for need in table.needs(act):
             if need not in sources:
                 return (need,)
+            # a tensor of another stage; the own forward leaves what it saved on the rank
             if need.stage != act.stage:
                 source = need
         sources[act] = source
@@ -66,6 +67,7 @@ def validate(table: Table) -> None:
         ScheduleError: with every fault; each names the actions.
     """
     faults = list(_shape_faults(table))
+    # what follows looks up the ranks of stages
     if not faults:
         faults.extend(_action_faults(table))
     if faults:

@@ -42,6 +42,7 @@ def delayed_row(stage: int, microbatches: int, *, warmup: int, lag: int) -> Iter
             yield Act("W", stage, mb - lag)
         if mb + warmup < microbatches:
             yield Act("F", stage, mb + warmup)
+    # with fewer micro-batches than the lag all of them are pending
     first_pending = max(microbatches - lag, 0)
     for mb in range(first_pending, microbatches):
         yield Act("W", stage, mb)

@@ -86,6 +86,7 @@ def recorded_history(comm: Comm, run_folder: Path, *, start: int, patience: int)
     if comm.rank == 0 and start:
         losses = _recorded_losses(run_folder)
     pairs = [[step, loss] for step, loss in losses.items() if step <= start]
+    # Of rank 0, since others may not have its folder, and all have to stop at the same evaluation.
     received = json.loads(broadcast_text(comm, json.dumps(pairs)))
     return EvalHistory(
         patience=patience, losses={int(step): float(loss) for step, loss in received}

@@ -224,6 +224,7 @@ def build_training(
     start = steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)
+    # Behind the restore, which reads these folders; before the first save, which may write the same names.
     set_aside_paths = clean_folder(run_folder, comm, above=start.num_done)
     guard = build_guard(run.guard, steps, run_folder=run_folder, optim=run.optim)
     config = run.model_dump(mode="json")

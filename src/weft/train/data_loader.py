@@ -78,6 +78,8 @@ class DataLoader:
         )
 
     def _to_device(self, tensor: Tensor) -> Tensor:
+        # In the thread of the prefetch, on the same default stream as the kernels that read it: no
+        # event has to order the two.
         return tensor.to(self.device)
 
 
@@ -158,6 +160,7 @@ class _Prefetcher(Generic[T]):
         """Put into the queue when there is room; False if the consumer has stopped."""
         while not self._stopped.is_set():
             try:
+                # With a time-out: a consumer that has stopped takes nothing from a full queue any more.
                 self._queue.put(item, timeout=POLL_S)
             except queue.Full:
                 continue
@@ -175,4 +178,5 @@ class _Prefetcher(Generic[T]):
 
     def stop(self) -> None:
         self._stopped.set()
+        # The thread may be in the middle of a read, from files or a device that are closed next.
         self.thread.join()

@@ -91,6 +91,7 @@ def digest(tensor: Tensor, weights: Tensor) -> Tensor:
     num_rest = flat.numel() % entries_per_word
     num_whole = flat.numel() - num_rest
     whole = flat[:num_whole]
+    # Eight bytes are read as a word, which has to begin at a multiple of eight.
     is_aligned = flat.storage_offset() % entries_per_word == 0
     if not is_aligned:
         whole = whole.clone()
@@ -173,6 +174,7 @@ class StateDigests:
         """Whether this rank's state differs from that of the last comparison, before the next
         update; answers once.
         """
+        # Once: the update that follows changes the state.
         stored, self._stored = self._stored, None
         if stored is None:
             return False
@@ -258,6 +260,7 @@ class StateDigests:
         for rank, report in enumerate(reports):
             for name, (_, axes) in report.items():
                 group = mesh.group(rank, tuple(axes))
+                # The first rank of each group stands for it.
                 if group[0] != rank:
                     continue
                 values = {member: reports[member][name][0] for member in group}

@@ -118,6 +118,7 @@ class Evaluation:
             with self._counted() as num_right, reward_sums_of(self.answers) as rewards:
                 loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
+            # Ranks along tp and the like compute the same loss again, and other stages none.
             if is_first_copy and is_last_stage:
                 num_bytes = sum(self._num_bytes(batch) for batch in micro_batches)
                 is_scored = loss.new_tensor(self.scores is not None)

@@ -192,6 +192,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._file = _open_for_append(path)
+        # Events are written without the lock, too: some file systems have none.
         _lock(self._file)
         self._pending = b""
 
@@ -253,6 +254,7 @@ def append_end_event(out: Path, status: str, *, error: str = "", seconds: float 
     last = events[-1] if events else {}
     if last.get("event") == "end":
         if status == "failed" and last.get("status") == "failed":
+            # The lines themselves, not the events again, so that every byte before the last line stays.
             lines = path.read_bytes().split(b"\n")[: len(events) - 1]
             kept = "".join(line.decode() + "\n" for line in lines)
             replace_file(path, kept + to_line({**last, "error": error}))

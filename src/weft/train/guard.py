@@ -178,6 +178,7 @@ class StepGuard:
         if failed is None or failed.action == "report":
             self._accept(step, report.loss)
             return failed
+        # After a rollback the steps up to this one pass again; they end no row of failures.
         self._failed_at = max(step, self._failed_at)
         num_failures = self.state.failures + 1
         self.state = replace(self.state, failures=num_failures)
@@ -198,6 +199,7 @@ class StepGuard:
         self.state = replace(self.state, losses=restored.state.losses)
         left_out = [failed.batch]
         if failed.kind == "spike":
+            # By the order that these steps had, before further batches are left out.
             left_out = [self.batch_of(index) for index in range(restored.num_done, failed.step)]
         self.facts |= {"start_step": restored.num_done, "checkpoint": restored.source}
         skipped_before = self.state.skipped_batches

@@ -82,6 +82,7 @@ class LastSave:
             self.on_wait()
             is_late = time.monotonic() >= deadline_s or self.saver.stop_requested()
             has_room = free_bytes(self.run_folder) >= need_bytes
+            # Rank 0 decides, by its disk and its clock: ranks that decided apart would meet other collectives.
             choice = broadcast_text(self.saver.comm, f"{'room' * has_room} {'end' * is_late}")
             is_over = "end" in choice
             if "room" in choice:

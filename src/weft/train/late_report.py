@@ -47,13 +47,15 @@ class LaunchedStep:
 
 def reports_late(step: TrainStep) -> bool:
     """Whether reports of a step may be late: its update can be left out on the device, and nothing
-    on the host depends on its numbers.
+    on the host depends on its numbers. Steps of models that update buffers are waited for.
     """
     optimizer = step.optimizer
     return (
         step.model.comm.device.type in LATE_DEVICES
         and not step.loss_scale.is_dynamic
         and step.local_updates is None
+        # The methods that update buffers are users' code, which no flag on the device leaves out.
+        and not step.model.buffer_records.modules
         and isinstance(optimizer, NamedOptimizer)
         and optimizer.skips_on_device
     )
@@ -83,6 +85,7 @@ class LateReports:
         if on_phase is not None:
             on_phase("update")
         pending = computed.totals
+        # Never lowered here: later steps compute with parameters that lack this update.
         self._skip = torch.maximum(self._skip, pending.is_not_finite)
         grad_norm.clip(
             step.grads,
@@ -92,6 +95,7 @@ class LateReports:
         )
         step.update(lr, skip=self._skip)
         step.grads.after_optimizer_step()
+        # Behind the update in the stream, so that the numbers arrive when it is done.
         pending.start_reading()
         return LaunchedStep(number, batches, lr, computed)
 

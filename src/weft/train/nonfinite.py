@@ -139,6 +139,8 @@ def _blocks_with_nonfinite_output(model: ParallelModel, batches: Sequence[Batch]
         found_now.clear()
 
     with _watching_outputs(model.blocks, found_now):
+        # The values of the step are freed or overwritten by now, so its forward runs again; all ranks
+        # take part in its messages.
         ForwardPlayer(model, on_action=after_action).loss(batches)
     return found
 

@@ -115,6 +115,7 @@ class NamedOptimizer:
                 on every stage that has it.
             fixed_order: whether bits may not depend on how parameters are sharded.
         """
+        # Groups, and the shapes of states in them, follow from what is attached; both are made once.
         assert "groups" not in self.__dict__, "state exists already"
         self.entries = dict(entries)
         self.owners = dict(owners)
@@ -297,6 +298,7 @@ class NamedOptimizer:
         for own, states in self._with_states(group, exchange.names):
             for name, grad in own.items():
                 directions[name] = rule.direction(grad, states[name]).to(dtype)
+        # The owner of a matrix expects this rank's entries of it, also where they have no gradient.
         for name in exchange.names:
             if name in self.params and name not in grads:
                 directions[name] = torch.zeros_like(self.params[name], dtype=dtype)
@@ -315,6 +317,7 @@ class NamedOptimizer:
         grads = self._grads(group.names)
         by_axes: dict[tuple[str, ...], list[str]] = {}
         for name in group.names:
+            # A rank without entries of a parameter adds nothing, and calls the all-reduce of those that have.
             if name in grads or name not in self.params:
                 by_axes.setdefault(self.entries[name].axes, []).append(name)
         empty = self._like.new_zeros(0)

@@ -143,6 +143,8 @@ class _LogprobRecorder:
         losses: dict[int, Tensor] = {}
 
         def record(batch: Batch, losses_BS: Tensor) -> None:
+            # By identity: a loss is computed on the very objects of `micro_batches`, which live
+            # until the table is filled.
             losses[id(batch)] = losses_BS
 
         if self.loss is not None:

@@ -181,6 +181,7 @@ def _open_newer_snapshot(
     newest = next(checkpoints(run_folder), None)
     own_step = newest[0] if newest is not None else 0
     steps = all_gather_text(comm, str(own_step))
+    # Nodes may have folders of their own; a snapshot has to be newer than what any of them has saved.
     newest_on_disk = max(int(step) for step in steps)
     memory = NodeMemory.of(comm, attempt.memory_folder, attempt.node)
     if memory is None:

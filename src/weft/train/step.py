@@ -187,6 +187,7 @@ class TrainStep:
                 num_local += param.shard.size
         count = torch.tensor([num_local], dtype=torch.int64, device=comm.device)
         num_replicas = comm.degree(local_update_axes())
+        # The replica of each site has counted all of its parameters.
         return int(comm.sum_world(count).item()) // num_replicas
 
     def state(self) -> TrainState:

@@ -104,6 +104,7 @@ class StepLoop:
                 comm.checked = is_first
                 lr = self.step_range.learning_rate(index)
                 batch = next(batches)
+                # Launched before the numbers of the step before are waited for: the device has work meanwhile.
                 launched: LaunchedStep | None = None
                 left: _Left | None = None
                 if late is not None and not (
@@ -232,6 +233,7 @@ class StepLoop:
             best_loss = yield from self._evaluate(number, self.evaluator)
             clock.last_s = time.perf_counter()
         is_best = best_loss is not None
+        # Before the save: what differs between replicas, or was damaged, is not to be stored.
         yield from self._compare_replicas(number, report, is_best=is_best)
         if self.saver is not None:
             report_phase(number, "save")
@@ -316,6 +318,7 @@ class StepLoop:
 
     def _roll_back(self, failed: FailedStep) -> Generator[Event, None, int]:
         """Go back to the newest checkpoint; returns its number of steps."""
+        # A save under way reads the tensors that the rollback writes, and it may be of a step that failed.
         if self.saver is not None:
             yield from self.saver.wait()
         if self.snapshots is not None:

@@ -103,6 +103,7 @@ class PendingTotals:
     def start_reading(self) -> None:
         """Copy to the host behind what was launched so far, without a wait."""
         if self._numbers is not None and self._numbers.is_cuda:
+            # Torch takes pinned memory for it; nothing may read it before the event behind the copy.
             self._numbers = self._numbers.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -120,6 +121,7 @@ class PendingTotals:
         rewards = numbers[: self._num_rewards]
         expert_load, *rest = numbers[self._num_rewards :]
         self._numbers = None
+        # A call that was aborted on the device has left anything in the numbers.
         self._comm.check_connections()
         return StepTotals(
             loss=loss,
@@ -170,6 +172,7 @@ def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:
         return torch.stack((local.loss, local.grad_sq_norm))
     is_first = comm.index(exact_axes()) == 0
     if not is_first:
+        # All ranks of a replica have its whole number; one of them adds it.
         targets = torch.zeros_like(targets)
     own_sums = torch.stack((local.loss, local.grad_sq_norm, targets))
     table = targets.new_zeros((num_replicas, NUM_REPLICA_SUMS))

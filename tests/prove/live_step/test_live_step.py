@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from weft.train.step import TrainStep
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.plant import planted
 
+NORMED = Path(__file__).parents[2] / "user_models" / "normed_text.py"
 FLOAT64 = tuple(
     word for key in ("params", "compute", "reduce") for word in (f"--precision.{key}", "float64")
 )
@@ -182,6 +184,14 @@ def answers(tmp_path):
 )
 def test_steps_on_labelled_answers_are_equal(train, tmp_path, answers, words):
     assert train(*words, *answers, steps=3) == 0
+    found = [(verdict["step"], verdict["verdict"]) for verdict in verdicts(tmp_path)]
+    assert found == [(1, "equal"), (2, "equal"), (3, "equal")]
+
+
+def test_z0_of_a_model_with_batch_norm_is_that_of_its_running_statistics(train, tmp_path, answers):
+    """Before, one device estimated it with statistics of each batch, and step 1 was refused."""
+    model = ("--model.name", str(NORMED), "--mesh", "dp2", "--batch.micro_size", "2")
+    assert train(*model, *answers, *FLOAT64, steps=3) == 0
     found = [(verdict["step"], verdict["verdict"]) for verdict in verdicts(tmp_path)]
     assert found == [(1, "equal"), (2, "equal"), (3, "equal")]
 

@@ -392,6 +392,7 @@ def set_implementations(
             key=key,
             fix=implementation.alternative,
         )
+        # its forward would not call the implementation; what it computes is what it declares
         if overrides_forward(attend):
             attend = _plain_attend(attend.requirements)
             block.set_submodule(path, attend)

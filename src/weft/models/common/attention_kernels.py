@@ -458,9 +458,11 @@ def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     num_queries, num_key_heads = q.shape[2], k.shape[1]
     raw = _raw_scores(q, k, scores)
     final = _final_scores(raw, scores)
+    # by the lse of all blocks: the weights that these keys have in the whole softmax
     weights = torch.exp(final - lse.unsqueeze(-1))
     rows_of_grad = _per_key_head(grad, num_key_heads)
     dweights = _per_query_head(rows_of_grad @ v.transpose(-1, -2), num_queries).to(wide)
+    # the output over all blocks, of which this one is a part
     dots = grad.to(wide) * out
     mean_dweights = dots.sum(-1, keepdim=True)
     dropped = weights

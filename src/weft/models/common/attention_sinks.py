@@ -9,6 +9,7 @@ from torch import Tensor
 def with_sinks(out: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """out_BHSW and log-sum-exp over the keys -> over the keys and the sinks."""
     sinks_H1 = sinks_H[:, None].to(lse_BHS.dtype)
+    # of a query without a key the sink is all there is: lse is the sink's, and the output stays 0
     lse = torch.logaddexp(lse_BHS, sinks_H1)
     weight = torch.exp(lse_BHS - lse)
     return out * weight.unsqueeze(-1), lse

@@ -118,6 +118,7 @@ def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor
     if mask.prefix:
         allowed = (distance >= 0) | (keys_T < mask.prefix)
     if mask.window is not None:
+        # to both sides: causal masks have hidden the keys behind already
         is_near = distance.abs() < mask.window
         allowed = is_near if allowed is None else allowed & is_near
     return allowed

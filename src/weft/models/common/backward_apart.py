@@ -37,8 +37,10 @@ def backward_apart(function: Callable[[], T]) -> T:
     if pid == 0:
         os.close(reader)
         _answer_and_exit(function, writer)
+    # else the parent would read its own end, and never come to the end of the answer
     os.close(writer)
     with open(reader, "rb") as answer:
+        # before the wait: a long answer fills the pipe, and the child would wait for a reader
         text = answer.read()
     _, status = os.waitpid(pid, 0)
     if not text:

@@ -114,6 +114,7 @@ class Batch:
         spans = zigzag(length, degree, index)
 
         own = self._columns_at(*(slice(span.start, span.stop) for span in spans))
+        # documents of the shard cannot say where those of the other columns begin
         return replace(own, whole_documents=self.documents)
 
     def window(self, columns: slice) -> Batch:
@@ -238,6 +239,7 @@ def with_later_targets(batch: Batch) -> Batch:
         here = batch.documents[:, :-1]
         after = batch.documents[:, 1:]
         is_last_BS = F.pad(after != here, (0, 1))
+        # behind the end of a document stands another one's first token
         next_BS = next_BS.where(~is_last_BS, from_targets_BS)
         later_BS = later_BS.masked_fill(is_last_BS, IGNORE)
     return replace(batch, next_inputs=next_BS, later_targets=later_BS)

@@ -99,9 +99,11 @@ class _SequenceAttentionFunction(torch.autograd.Function):
                 q, k, v, attention.scores(block, q_BSHK), device=attention.device
             )
             if sinks is not None:
+                # each query stands in one block, so the sinks are added once
                 out, lse = with_sinks(out.to(lse.dtype), lse, sinks)
             out_BSHW[block.rows, block.queries] = out.transpose(1, 2)
             lse_BHS[block.rows, :, block.queries] = lse
+        # the output as it was rounded: the kernels' backward is derived from it
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGW, out_BSHW, lse_BHS, sinks)
         ctx.attention = attention
         return out_BSHW
@@ -142,6 +144,7 @@ class _KeySums:
     """Gradients of keys and values: sums over the blocks in which they stand, in float32 at least."""
 
     def __init__(self, k_BSGK: Tensor, v_BSGW: Tensor, blocks: tuple[RowBlock, ...]) -> None:
+        # then nothing is added up, and no sums in float32 are needed
         self.is_disjoint = have_disjoint_keys(blocks)
         self.dk = self._empty(k_BSGK)
         self.dv = self._empty(v_BSGW)

@@ -67,6 +67,7 @@ def update_buffers(module: nn.Module, *values: Tensor) -> None:
     of the samples; elsewhere at once. The values are detached; those of all micro-batches have the
     same shapes. See docs/your-model.md.
     """
+    # cloned: the forward may go on to change them, and the update comes at the end of the step
     _hand_over(module, tuple(value.detach().clone() for value in values))
 
 
@@ -115,6 +116,7 @@ class BufferRecords:
     def add(self, module: nn.Module, values: tuple[Tensor, ...]) -> None:
         """Keep the values of one call."""
         name = self._names.get(id(module))
+        # a forward that is repeated for a backward has recorded its values the first time
         if name is None or self.microbatch is None or not module.training:
             return
         of_module = self.values.setdefault(name, {})
@@ -131,6 +133,7 @@ class BufferRecords:
 
     def take(self) -> dict[str, dict[int, Calls]]:
         """The values of the step, which are kept no longer."""
+        # a new mapping: what was taken may be kept while the next step records
         taken, self.values = self.values, {}
         return taken
 
@@ -219,6 +222,7 @@ def record_batch_norm(block: nn.Module) -> None:
     for module in block.modules():
         if is_batch_norm(module) and not isinstance(module, RecordingBatchNorm):
             cls: Any = type(module)
+            # in place: hooks, parameters and references of others stay
             module.__class__ = _recording_class(cls)
 
 

@@ -35,6 +35,7 @@ def compile_function(
         from torch._functorch import config as autograd
         from torch._inductor import config as inductor
 
+        # settings of the process, and never set back: other code that compiles has them as well
         autograd.force_non_lazy_backward_lowering = True
         dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
         if device.type == "cpu":

@@ -35,6 +35,7 @@ def row_keys_of(rows: Tensor, key: int | Tensor) -> Tensor:
     signed_key = signed(key) if isinstance(key, int) else key
     first_word = hash_64(rows * GOLDEN_64 + signed_key)
     second_word = hash_64(first_word + GOLDEN_64)
+    # the bits as they lie in memory: all supported machines have the lower half first
     halves = torch.stack([first_word, second_word]).unsqueeze(-1).view(torch.int32)
     first_words, second_words = halves
     keys = [first_words[..., 0], first_words[..., 1], second_words[..., 0]]
@@ -60,6 +61,7 @@ def hash_columns(columns: Tensor, keys: Tensor) -> Tensor:
     """
     first_key, second_key, third_key = keys
     words = columns.to(torch.int32) * _GOLDEN_32 + first_key
+    # the shift of signed numbers brings ones in from the left; the mask makes it that of unsigned ones
     words ^= (words >> 16) & 0xFFFF
     words *= _MULTIPLIER_32_1
     words ^= second_key

@@ -103,6 +103,7 @@ def _runs(length: int, at_a_time: int) -> Iterator[slice]:
 
 def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:
     """The number that 32 bits stand for, float32 with the shape of `bits`."""
+    # both halves of each word, the lower one first
     halves = bits.view(torch.int16).to(torch.int32)
     halves += NUM_QUANTILES // 2
     places = halves.flatten()
@@ -127,8 +128,10 @@ def _quantiles() -> NDArray[np.float32]:
     sum_of_squares = math.fsum(squares.tolist())
     mean_square = 2 * sum_of_squares / NUM_QUANTILES
     scale = 1 / math.sqrt(2 * mean_square)
+    # exact in float32 from here on: sums and products of the table are the same on all devices
     multiples = np.rint(lower * scale * 2**24)
     below_zero = multiples / 2**24
+    # mirrored, so that the mean is 0 exactly
     above_zero = -below_zero[::-1]
     table = np.concatenate((below_zero, above_zero))
     return table.astype(np.float32)

@@ -76,6 +76,7 @@ class DropoutDraws:
             shape = (len(self.sequence_keys), len(rows), len(columns))
             return torch.zeros(shape, dtype=dtype, device=rows.device)
         scale = _scale(self.p, dtype)
+        # bits are signed: the smallest share p of all of them is dropped
         least = round(self.p * 2**32) - 2**31
 
         def fill(bits: Tensor, out: Tensor) -> None:
@@ -91,6 +92,7 @@ class DropoutDraws:
         fill: Callable[[Tensor, Tensor], None],
     ) -> Tensor:
         """[B, rows, columns] of numbers that `fill` makes of 32 bits each, in its second argument."""
+        # hashed before rows are mixed in: neighbouring sequences and calls would otherwise share rows
         keys = hash_64(self.sequence_keys * GOLDEN_64 + self.call)
         row_keys = row_keys_of(rows, keys[:, None]).flatten(1).unsqueeze(-1)
         out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)

@@ -112,8 +112,10 @@ class CounterDropout(TorchFunctionMode):
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         number = self.num_calls
+        # also where nothing is dropped: numbers of later calls must not depend on keys or probabilities
         self.num_calls += 1
         keys = self.sequence_keys
+        # it repeats the code without this mode, and torch's generator would draw other masks
         if torch.is_grad_enabled() and _is_checkpointed():
             what = (
                 "drops out inside torch.utils.checkpoint, which repeats it without this run's masks"
@@ -384,6 +386,7 @@ def _multi_head_attention(mode: CounterDropout, *args: Any, **kwargs: Any) -> An
 
 def _without_override(function: FunctionType) -> FunctionType:
     """A function of torch that does not look for modes at its beginning."""
+    # a copy of the function alone: torch's own one looks for modes as before
     own_globals = {**function.__globals__, "has_torch_function": lambda _tensors: False}
     copied = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__

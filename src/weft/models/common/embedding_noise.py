@@ -35,6 +35,7 @@ def with_noise(embedding: nn.Embedding, alpha: float) -> nn.Embedding:
     """The embedding, whose results have noise from now on: the same object, since others hold it, too."""
     kind = type(embedding)
     if kind is nn.Embedding:
+        # in place: ties and tables of parameters hold this object
         embedding.__class__ = NoisyEmbedding
     else:  # one that computes more: noise comes after it
         bases = (_NoisyResult, kind)
@@ -79,6 +80,7 @@ def add_noise(x: Tensor, draws: DropoutDraws, alpha: float, documents_BT: Tensor
     if has_no_memory(x):
         return x + torch.empty_like(x)
     wide = torch.promote_types(x.dtype, torch.float32)
+    # in the wide type and rounded once with x: noise of 16 bits would be added to entries of 16 bits
     noise = draws.uniform(wide)
     columns, features = draws.dims
     if documents_BT is None:

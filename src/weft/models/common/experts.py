@@ -296,9 +296,11 @@ class Sorting:
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
     """Slots by expert, those of one expert by token."""
     experts = experts_NK.flatten()
+    # stable: tokens of one expert keep their order, so that sums over them are the same on any layout
     slots = experts.argsort(stable=True)
     order = torch.arange(len(slots), device=slots.device)
     places = torch.empty_like(slots)
+    # the inverse permutation; no place is written twice
     places.scatter_(0, slots, order)
     counts_1E = count_experts(experts.unsqueeze(0), num_experts)
     return Sorting(slots, places.view_as(experts_NK), counts_1E[0])

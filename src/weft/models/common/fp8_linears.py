@@ -43,6 +43,7 @@ class Fp8Family:
         for name, build in plain.items():
             paths = self._paths(name)
             own = partial(_build, name, build, paths)
+            # one builder for equal blocks: planning looks at one of them for all
             builders[name] = known.setdefault((id(build), paths), own)
         return builders
 

@@ -52,10 +52,13 @@ class LastInput:
             how: what they depend on besides x.
         """
         storage = x.untyped_storage()
+        # the version, too: an operation in place leaves the same memory with other values
         view = (x.storage_offset(), x.shape, x.stride(), x._version, how)
         if self._rows is None or self._storage() is not storage or self._view != view:
+            # freed before the new ones are made: two sets would be in memory at once
             self._rows = None
             self._rows = make()
+            # not kept alive: another tensor may get the same memory, with a storage of its own
             self._storage = weakref.ref(storage)
             self._view = view
         return self._rows

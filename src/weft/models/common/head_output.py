@@ -262,6 +262,7 @@ class _Gradients:
         """Those of x_BSD, W and b in their types, times a factor; the sums are used up."""
         found: list[Tensor | None] = []
         dx_BSD = torch.cat(self.x).view(x_BSD.shape) if self.x else None
+        # the chunks are released as soon as their concatenation exists
         self.x = []
         for gradient, param in ((dx_BSD, x_BSD), (self.weight, weight), (self.bias, bias)):
             if gradient is None or param is None:
@@ -397,6 +398,7 @@ class _TokenChunk:
         factors_C1 = factors_C.unsqueeze(-1)
         of_targets_C1 = self.softmax_CV.gather(-1, self.places_C1) * factors_C1
         ones_C1 = torch.where(self.is_here_C, weights_C, 0.0).unsqueeze(-1)
+        # last use of the logits: what is read of the softmax has been gathered above
         gradient_CV = torch.mul(self.softmax_CV, factors_C1, out=self.logits_CV)
         return gradient_CV.scatter_(-1, self.places_C1, (of_targets_C1 - ones_C1).to(gradient_CV))
 

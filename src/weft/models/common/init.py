@@ -49,6 +49,7 @@ def tie(blocks: Blocks, ties: Mapping[str, str]) -> None:
         module_path, _, attribute = path.rpartition(".")
         block = blocks[block_name]
         module = block.get_submodule(module_path)
+        # the very object: gradients of both uses are summed by autograd
         setattr(module, attribute, parameters[owner])
 
 
@@ -71,6 +72,7 @@ def init_params(
     """
     owners = ties or {}
     for name, param in params.items():
+        # by the owner's name: both draw the same numbers, also where they are on different ranks
         owner = owners.get(name, name)
         rule = match_row(owner, table, title="init")
         shape = shapes[name] if shapes else tuple(param.shape)
@@ -84,6 +86,7 @@ def init_params(
         if len(parts) > 1:
             value = torch.cat(parts, dim=shard.dim)
         with torch.no_grad():
+            # drawn in float32 and rounded here: the values do not depend on the type of the parameters
             param.copy_(value)
 
 

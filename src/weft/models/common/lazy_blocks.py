@@ -62,6 +62,7 @@ class LazyBlocks(Mapping[str, nn.Module]):
         for name, build in self._builders.items():
             if name in distinct:
                 continue
+            # by identity: the mapping keeps the builders alive, so no number is used twice
             first = firsts.setdefault(id(build), name)
             if first != name:
                 found[name] = first

@@ -139,6 +139,7 @@ def share_rows(
     """Have a linear whose features ranks share take scales over all of them, if it computes in fp8."""
     product = product_of(linear)
     if isinstance(product, Fp8Product):
+        # with operands of its own: what was kept before was scaled by this rank's entries alone
         vars(linear)[PRODUCT] = Fp8Product(largest_in, largest_out)
 
 
@@ -169,6 +170,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, product: Fp8Product) -> Tensor:
+        # not the rounded rows: the gradient of the weight is of the operands as they are
         ctx.save_for_backward(x, weight)
         ctx.product = product
         return product.output(x, weight, None)
@@ -231,6 +233,7 @@ def rounded_rows(x: Tensor, largest: Largest | None, *, for_kernel: bool) -> Rou
         x = x.to(wide)
     magnitudes = _largest_of_rows(x)
     if largest is not None:
+        # before the scale: all ranks that share a row must round it alike
         magnitudes = largest(magnitudes)
     scale = scales(magnitudes.to(wide)).unsqueeze(-1)
     factor = scale.to(x.dtype)

@@ -80,6 +80,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        # the parameter and not its values: ties and tables of parameters hold this object
         self.weight = linear.weight
         self.bias = linear.bias
         scale = lora.alpha / lora.rank
@@ -144,6 +145,7 @@ def with_magnitude(module: Any, y: Tensor, row_sums: RowSums | None = None) -> T
     magnitude = magnitude_of(module)
     if magnitude is None:
         return y
+    # computed in every forward: the weight may be gathered or unpacked for it alone
     own, summed = _row_norms(module, row_sums)
     scale = (own + magnitude.weight.to(own.dtype)) / summed  # 1 where nothing has been trained
     y = y * scale.to(y.dtype)

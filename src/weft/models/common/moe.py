@@ -64,6 +64,7 @@ class Choice:
         group_scores = two_best.sum(-1)
         allowed = group_scores.topk(self.topk_group, dim=-1).indices
         all_masked = torch.ones_like(group_scores, dtype=torch.bool)
+        # masked by -inf and not by 0: scores with a bias may be negative
         is_masked = all_masked.scatter(-1, allowed, False)
         groups = groups.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
         allowed_scores: Tensor = groups.flatten(-2)
@@ -101,6 +102,7 @@ class Router(nn.Module):
             scores_BSE = logits_BSE.sigmoid()
         else:
             scores_BSE = logits_BSE.softmax(-1)
+        # the choice has no gradient; weights take theirs from the scores
         ranking_BSE = scores_BSE.detach()
         if self.bias is not None:
             ranking_BSE = ranking_BSE + self.bias
@@ -117,6 +119,7 @@ def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
     Source: Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2.
     """
     num_experts = load_E.numel()
+    # in whole numbers, whose sign no rounding changes
     below_mean_E = load_E.sum() - num_experts * load_E
     direction_E = below_mean_E.sign()
     return bias_E + rate * direction_E.to(bias_E.dtype)

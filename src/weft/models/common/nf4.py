@@ -146,9 +146,11 @@ def _packed(lines: Tensor, *, double: bool) -> Tensor:
     padded = F.pad(lines.float(), (0, -length % BLOCK)).contiguous()
     blocks = padded.view(num_lines, -1, BLOCK)
     absmax = blocks.abs().amax(-1)
+    # a block of zeros has the level 0 everywhere
     scaled = blocks / absmax.masked_fill(absmax == 0, 1).unsqueeze(-1)
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
     for border in borders():  # a third of the time of torch.bucketize on a CPU
+        # counts the borders below an entry, which is the number of its level
         codes += scaled > border
     codes = codes.view(num_lines, -1)[:, :length]
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
@@ -173,6 +175,7 @@ def unpack_into(matrix: Tensor, packed: Tensor, *, dim: int, double: bool = Fals
     lines = matrix.movedim(dim, -1)
     num_lines = _lines_at_once(lines)
     for chunk, entries in zip(packed.split(num_lines), lines.split(num_lines), strict=True):
+        # through a view: `lines` is the matrix, transposed where blocks run along columns
         entries.copy_(_unpacked(chunk, double=double))
 
 
@@ -192,6 +195,7 @@ def _unpacked(packed: Tensor, *, double: bool) -> Tensor:
         packed[:, part] for part in bytes_of_blocks(length, 0, length, double=double)
     )
     entries = F.embedding(codes.int(), _entries_of_bytes(packed.device)).view(num_lines, length)
+    # numbers of four bytes may not begin anywhere in a row of bytes
     aligned = scales.clone(memory_format=torch.contiguous_format)
     absmax = aligned.view(torch.float32)
     if double:

@@ -112,6 +112,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
     finite.
     """
     largest = -(torch.finfo(log_p.dtype).eps ** 2)
+    # eps squared and not eps: log(1 - p) of a probability just below 1 keeps its digits in expm1
     below_zero = log_p.clamp(max=largest)
     return below_zero - torch.log(-torch.expm1(below_zero))
 

@@ -86,6 +86,8 @@ class PreferenceLoss(Loss):
         losses_BS = self.token_losses(logits, batch.targets)
         if self.on_token_losses is not None:
             self.on_token_losses(batch, losses_BS)
+            # a loss that a backward may run through, and of which nothing depends on the
+            # references that are being computed
             return losses_BS.sum() * 0
         chosen, rejected, marks = self.answer_sums(self._gains(losses_BS, batch), batch)
         if self.dpo.has_labels and self.z0 is None:
@@ -98,6 +100,7 @@ class PreferenceLoss(Loss):
             losses = kto_losses(chosen.logprobs, marks[..., 0], self.z0, self.dpo)
         else:
             losses = pair_losses(chosen, rejected, self.dpo)
+        # each of them computes the same loss, and their gradients are summed
         return (losses * marks.sum(-1)).sum() / self.num_ranks
 
     @torch.no_grad()
@@ -121,6 +124,7 @@ class PreferenceLoss(Loss):
         dtype = values_BS.dtype
         by_token = torch.stack((gains_BS, counts.to(dtype), batch.pairs.to(dtype)))
         sums = _sum_by_document(by_token, batch.documents, 2 * most_pairs)
+        # stacked: one exchange over the ranks in place of three
         gains, num_targets, marks = self.position_sum(sums).unbind(0)
         chosen = AnswerSums(gains[:, 0::2], num_targets[:, 0::2])
         rejected = AnswerSums(gains[:, 1::2], num_targets[:, 1::2])

@@ -192,6 +192,7 @@ class SharedAngles:
             torch.is_inference_mode_enabled(),  # its results cannot be saved for a backward
         )
         kept = self._kept.get(kind)
+        # the same object and version: equal numbers in another tensor are not looked for, which would wait for a device
         if kept is not None and kept.positions() is positions and kept.version == version:
             return kept.angles
         angles = compute(positions)
@@ -256,6 +257,7 @@ class Rope(nn.Module):
         return self.shared.of(positions_BS, kind, self._angles)
 
     def _angles(self, positions_BS: Tensor) -> Angles:
+        # exact up to 2^24 positions
         positions_BS11 = positions_BS[..., None, None].float()
         frequencies = self.frequencies(positions_BS.device)
         angles = positions_BS11 * frequencies

@@ -83,6 +83,7 @@ class RewardLoss(PreferenceLoss):
         margins = chosen.logprobs - rejected.logprobs
         if self.on_right is not None:
             self.on_right(((margins > 0) * marks.sum(-1)).sum().double() / self.num_ranks)
+        # pairs without a mark, as those of padding, count 0
         losses: Tensor = -F.logsigmoid(margins) * marks.sum(-1)
         return losses.sum() / self.num_ranks
 

@@ -59,9 +59,11 @@ def check_supported(
 
 def _declares(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether the class that defines `forward`, or a subclass of it, defines `requirements`, too."""
+    # set on the instance: no class says what it computes
     if "forward" in vars(module):
         return False
     for cls in type(module).__mro__:
+        # the more derived class comes first: its requirements are those of the forward that it has or inherits
         if cls is base or "requirements" in vars(cls):
             return True
         if "forward" in vars(cls):

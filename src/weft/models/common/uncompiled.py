@@ -87,6 +87,7 @@ def _call_plainly(functions: Iterable[object]) -> None:
         left += wrapped.values()
         excluded = wrapped.get("fn")
         is_excluding = function.__code__ in wrapped_code
+        # a function that torch has wrapped already stays so: its compiler is imported by then
         if is_excluding and isinstance(excluded, FunctionType) and not hasattr(excluded, WRAPPER):
             setattr(excluded, WRAPPER, UntilCompilerIsImported(excluded))
 

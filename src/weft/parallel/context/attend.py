@@ -66,6 +66,8 @@ class BlockwiseAttention:
     def _blocks(self, length: int, mask: AttentionMask, documents: Tensor | None) -> SequenceBlocks:
         """Computed once for all layers that attend alike within the same documents."""
         known = self._last_blocks.get(mask)
+        # By identity: to compare values would wait for the device in every layer, and a batch
+        # is one object for all of them.
         if known is not None and known.length == length and documents is self._last_documents:
             return known
         if documents is not self._last_documents:
@@ -204,4 +206,5 @@ def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> N
     """
     implementation = VARIANTS[variant](comm)
     for name, block in blocks.items():
+        # One object for all blocks, so that which scores are computed is found once a batch.
         set_implementations(block, lambda: implementation, name=name)

@@ -158,8 +158,10 @@ class _BlockAttentionFunction(torch.autograd.Function):
         backward = _BackwardPass(attention, q_BHSK, grad, out, lse)
         turns = attention.blocks.ring_turns
         accumulator = exchange.accumulator(own, turns, backward.dq.dtype)
+        # Received a second time: kept from the forward they would be keys and values of whole sequences.
         for source, received in exchange.receive(own, turns):
             gradients = backward.run_source(source, received)
+            # Before the next turn is asked for: its gradients travel beside the next keys and values.
             accumulator.add(source, gradients)
         own_gradients = accumulator.finish()
         dsinks: Tensor | None = None
@@ -189,6 +191,7 @@ class _BackwardPass:
         self.grad = grad
         self.out = out
         self.lse = lse
+        # Wide until all blocks are added: one rounding, as on one device.
         self.dq = torch.zeros_like(q_BHSK, dtype=wide_dtype(q_BHSK.dtype))
         self.dhead_bias: Tensor | None = None
 
@@ -272,6 +275,7 @@ class _MergedBlocks:
         """Merge the results of a block, of some queries."""
         num_queries = self.q_BHSK.shape[2]
         out = out.to(self.dtype)
+        # Taken over without a copy; later blocks are merged into the kernel's own output.
         if self.is_empty and out.shape[2] == num_queries:
             self.out = out
             self.lse = lse

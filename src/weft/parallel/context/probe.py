@@ -249,6 +249,7 @@ def _check_block(
     with probe:
         key: Hashable = fingerprint(block, _describe)
         if key is None:
+            # Equal to no other question: without a fingerprint no answer may be reused.
             key = object()
         question = _Question(key, shapes, sizes, may_gather, probe)
         try:

@@ -46,10 +46,12 @@ class RingExchange(AxisExchange):
         for turn, next_turn in itertools.zip_longest(turns, turns[1:]):
             hop: Hop | None = None
             if next_turn is not None:
+                # Under way while the caller computes with the same keys and values, which it may read only.
                 hop = Hop(self, held, step=next_turn - turn)
             source = (self.index - turn) % self.num_ranks
             yield source, held
             if hop is not None:
+                # From here on what was passed on is freed, or is the caller's again.
                 held = hop.wait()
 
     def accumulator(
@@ -110,6 +112,7 @@ class RingAccumulator:
             held = self.hop.wait()
         for gradient in gradients:
             held.add(gradient)
+        # This rank's own gradients stay: those of the others arrive at the end.
         if not is_own:
             step = self.steps.pop(0)
             self.hop = Hop(self.ring, held, step=step)

@@ -57,6 +57,7 @@ class UlyssesAttention:
         v = self._whole_sequences(v_BSGW.repeat_interleave(num_repeats, HEADS))
         num_heads = q.shape[HEADS]
         first_head = self.comm.index(AXIS) * num_heads
+        # What a specification has for each head (sinks, slopes) is cut to the heads of this rank.
         own_heads = slice(first_head, first_head + num_heads)
         own_spec = spec.select_heads(own_heads)
         whole_batch = batch.of_whole_sequences

@@ -109,6 +109,7 @@ class WholeSequences:
 
     def batch(self, own: Batch) -> Batch:
         """The batch of whole sequences."""
+        # The pair holds the batch, so no later one can have its identity.
         if self._last is None or self._last[0] is not own:
             without_documents = replace(own, documents=None, whole_documents=None)
             whole = without_documents.map(lambda x: x if x.dim() == 1 else self.gathered(x))

@@ -157,6 +157,7 @@ class DistributedDataParallel(SynchronizedModule):
             reduce_axes=dict.fromkeys(trained, axes),
             bucket_bytes=self._options.bucket_bytes,
         )
+        # Gradients of earlier backwards under `no_sync()` go on counting as used.
         self._reducer.arrived |= arrived
         self._overlaps = False
         self._reducer.call_after_backward(weakref.WeakMethod(self._after_reductions))

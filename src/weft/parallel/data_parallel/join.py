@@ -20,6 +20,7 @@ class Attendance:
     def take(self, *, has_batch: bool) -> None:
         """Say whether this rank has a batch, and note which have; a collective."""
         own: Tensor = torch.tensor([int(has_batch)], device=self.comm.device)
+        # Read on the host: whether this rank goes on depends on it.
         flags = self.comm.all_gather(own, self.axis).tolist()
         before = self.present
         self.present = [index for index, flag in enumerate(flags) if flag]

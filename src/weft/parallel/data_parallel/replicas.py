@@ -66,6 +66,8 @@ class DataParallel(nn.Module):
         first, *others = calls
         for call in others:
             call.start()
+        # The first replica, the module itself, runs in this thread: what a forward keeps for
+        # its thread is the script's.
         first.run()
         outputs = [call.result() for call in calls]
         return _gather(outputs, self.devices[0], self.dim)
@@ -134,6 +136,7 @@ class _CopyToDevices(torch.autograd.Function):
         copies: list[Tensor] = []
         for device in devices:
             for param in params:
+                # A copy also on the same device: each replica's gradient must arrive by an output of its own.
                 copied = param.to(device, copy=True)
                 copies.append(copied)
         return tuple(copies)
@@ -148,6 +151,7 @@ class _CopyToDevices(torch.autograd.Function):
             index = number % num_params
             total = sums[index]
             moved = gradient.to(ctx.param_devices[index])
+            # Not in place: `moved` may be the tensor that autograd has handed in.
             sums[index] = moved if total is None else total + moved
         return None, *sums
 
@@ -195,6 +199,7 @@ class _ReplicaMaker:
         self.replicas[key] = replica
         for name, param in module._parameters.items():
             copied = None if param is None else self._copy_of(param)
+            # A plain attribute: the copy is a result of `_CopyToDevices`, and a parameter would end its graph.
             setattr(replica, name, copied)
         for name, buffer in module._buffers.items():
             if buffer is not None:

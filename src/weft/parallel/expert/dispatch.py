@@ -122,6 +122,7 @@ class ExpertParallelDispatch(nn.Module):
             own = Dispatch(hi - lo)
             return own(x_ND, experts_NK % (hi - lo), weights_NK, experts)  # type: ignore[no-any-return]
         sorting = sort_by_expert(experts_NK, self.num_experts)
+        # Every rank needs the counts of all: its column of them says what it receives, its row what it sends.
         counts_1E = sorting.counts.unsqueeze(0)
         counts_RE = comm.all_gather(counts_1E, axis, dim=0)
         local_counts_RE = counts_RE[:, lo:hi]
@@ -138,6 +139,7 @@ class ExpertParallelDispatch(nn.Module):
             send_sizes.append(sum(own_counts[first:last]))
         recv_sizes = [sum(row[lo:hi]) for row in host_counts]
         expert_counts = [sum(column) for column in zip(*host_counts, strict=True)]
+        # Called by ranks without a token, too, and in the backward again: the other ranks wait for them.
         received = ops.all_to_all(
             sorting.spread(x_ND), comm, axis, send_sizes=send_sizes, recv_sizes=recv_sizes
         )
@@ -160,6 +162,7 @@ def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:
     num_ranks, num_experts = counts_RE.shape
     experts_E = torch.arange(num_experts, device=counts_RE.device)
     experts_of_ranks = experts_E.repeat(num_ranks)
+    # The number of rows is known on the host; without it this would wait for the device.
     expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 

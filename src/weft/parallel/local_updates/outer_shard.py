@@ -161,6 +161,7 @@ def _trained(model: ParallelModel, reducer: GradientReducer) -> dict[str, Tensor
     found = {}
     for name, tensor in reducer.sharded_params.items():
         if model.params[name].requires_grad:
+            # The optimizer's own memory, so that `write` sets what it will update.
             found[name] = tensor.detach().view(-1)
     return found
 

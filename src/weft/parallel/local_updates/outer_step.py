@@ -120,6 +120,7 @@ class LocalUpdates:
         """Take the present parameters as the outer ones, if there are none yet."""
         if self._state is not None:
             return
+        # A copy, before the first inner step: all sites begin with the same values.
         self._state = _OuterState(params=self.shard.values(), momentum=self.shard.zeros())
 
     def reset(self) -> None:
@@ -186,6 +187,7 @@ class LocalUpdates:
     def _start(self) -> int:
         """Start the exchange of outer gradients; returns the bytes of this rank's message."""
         gradient = self.outer.params - self.shard.values()
+        # In memory of its own: with a delay the inner steps go on while it is sent.
         message = self.wire.encode(gradient)
         work = self.comm.start_all_gather(message, self.axis)
         self._exchange = _Exchange(work)
@@ -222,6 +224,7 @@ class LocalUpdates:
         gathered = exchange.work.wait()
         message_length = gathered.numel() // self.num_sites
         messages = gathered.view(self.num_sites, message_length)
+        # Each site adds all messages in the same order, its own rounded one among them: all get the same bits.
         total = self.shard.zeros()
         for message in messages.unbind():
             total += self.wire.decode(message)

@@ -166,6 +166,7 @@ class Int8Wire:
             rows = each.rows(largest)
             largest_here = entries.abs().amax(1).view(rows.shape)
             rows.copy_(torch.maximum(rows, largest_here))
+        # Over the ranks of this site alone: each site has scales of its own, which its message carries.
         self.comm.all_reduce_(largest, self._axes, op="max")
         return (largest / MOST).float()
 
@@ -173,6 +174,7 @@ class Int8Wire:
         """Entries times the scales of their rows."""
         num_scale_bytes = self._num_scales * SCALE_BYTES
         scale_bytes = message[:num_scale_bytes]
+        # A message may begin at any byte of what was gathered; a copy is aligned.
         scales = scale_bytes.clone().view(torch.float32)
         entries_int8 = message[num_scale_bytes:]
         gradient = self.shard.zeros()

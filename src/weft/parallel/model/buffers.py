@@ -40,6 +40,7 @@ class BufferBroadcast:
         if comm.degree(axis) == 1:
             return
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        # Listed anew: a forward may have put other tensors in their place.
         self._buffers = list(stored_buffers(module))
         for buffer in self._buffers:
             alike[buffer.dtype, buffer.device].append(buffer)

@@ -57,7 +57,7 @@ class ChainSnapshot:
         found = fingerprint((dict(model), batch))
         if found is not None:
             return cls(found, None, repeats)
-        copied = PlainChain(_deep_copy(model), batch, repeats)
+        copied = PlainChain(copied_without_memory(model), batch, repeats)
         return cls(None, copied, repeats)
 
     def chain(self) -> PlainChain:
@@ -73,8 +73,8 @@ class ChainSnapshot:
         return PlainChain(blocks, batch, self.repeats)
 
 
-def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """A copy of the blocks without memory."""
+def copied_without_memory(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """A copy of the blocks on the meta device; tensors that are plain attributes are there, too."""
     copies: dict[int, Any] = {}
     for block in model.values():
         for module in block.modules():

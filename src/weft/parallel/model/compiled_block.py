@@ -83,6 +83,7 @@ class CompiledBlock(nn.Module):
         compiled = self._compiled or self._compile()
         attributes = vars(self.block)
         own = attributes.get("forward")
+        # For this call alone: the block's hooks run around it, not compiled, as they were registered.
         attributes["forward"] = partial(self._call, compiled)
         try:
             out = self.block(x, batch)

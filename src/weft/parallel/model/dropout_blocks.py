@@ -204,6 +204,7 @@ class DroppingBlock(nn.Module):
         )
         with mode:
             out = self.block(x, batch)
+        # Without keys nothing may be drawn (evaluation), so that forward shows nothing about training.
         if batch.draw_keys is not None:
             self._without = None if mode.num_calls else probabilities(self.block)
         return out

@@ -45,6 +45,7 @@ def materialize_params(
         empty = nn.Parameter(values, requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, empty)  # modules and hooks that hold it keep their object
         spec = model.shards[name]
+        # By the owner's name: an alias on another pipeline rank draws the numbers of its owner.
         params[spec.owner] = param
         shapes[spec.owner] = spec.shape
         shards[spec.owner] = spec.shard

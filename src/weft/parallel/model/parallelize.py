@@ -169,6 +169,7 @@ def parallelize(
     """
     keep_compiler_unimported()  # the example is on the meta device
     whole = _whole_model(model, plan, axes=axes, ties=ties or {})
+    # Before anything is sharded or replaced below: transforms compare with what one device computes.
     chain = _plain_chain(whole, plan, comm, example)
     block_rank = _ranks_of_blocks(plan)
     here = comm.index(pipeline_axis())
@@ -191,6 +192,7 @@ def parallelize(
     share_angles(blocks.values())
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
+    # Before blocks are wrapped, so that names are those of the model's files.
     params = own_named_parameters(blocks, ties_here)
     if plan.compiles_blocks(comm.device.type):
         for name, block in blocks.items():
@@ -202,6 +204,7 @@ def parallelize(
         name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
     }
+    # Recomputation is outermost: what it repeats has to draw the same dropout, inside of it.
     stages = _stages_of(dropping, plan, rank=here, device=comm.device)
     shards: dict[str, ParamShard] = {}
     for name in params:

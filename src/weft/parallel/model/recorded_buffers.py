@@ -113,6 +113,7 @@ def apply_updates(
         module = records.modules[module_records.name]
         if comm.device.type == "meta" and not is_batch_norm(module):
             continue  # its method may read numbers
+        # One after the other, in the order of the samples: a running mean depends on it.
         for rank, own in order[:: num_together(module)]:
             for values in of_ranks[rank][place].calls[own]:
                 apply_update(module, values)

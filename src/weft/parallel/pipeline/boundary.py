@@ -20,7 +20,9 @@ def sent_output(plan: Plan, stage: int, output: Any) -> Tensor:
         sent: Tensor = output
         return sent
     tensors = _tensors(plan, stage, output)
-    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], dim=1)
+    # The number of columns is computed: of a tensor without rows torch would not infer it.
+    rows = [tensor.reshape(len(tensor), math.prod(tensor.shape[1:])) for tensor in tensors]
+    return torch.cat(rows, dim=1)
 
 
 def received_input(plan: Plan, stage: int, x: Tensor) -> Any:

@@ -43,9 +43,11 @@ def run_stages(model: ParallelModel, x: Any, *, play: Callable[[int, Any], Any],
         source = stage_to_rank[stage - 1] if stage > 0 else here
         if source != here:
             sizes = plan
+            # Both ends ask the plan alone, so they agree on whether a message with the shapes comes first.
             if not plan.knows_sizes(stage - 1):
                 sizes = plan.with_sizes(stage - 1, _received_shapes(comm, plan, stage - 1, source))
             arrived = torch.empty(sizes.boundary_shape(stage - 1), dtype=dtype, device=comm.device)
+            # Both ends know the shape: an empty output is no message, and neither of them waits for one.
             if arrived.numel():
                 arrived = comm.recv(arrived, PP, source=source)
             x = received_input(sizes, stage - 1, arrived)

@@ -19,7 +19,7 @@ from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.rank_part import clip_to, part_of, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.buffers import BufferBroadcast
-from weft.parallel.model.module_copy import copied_module
+from weft.parallel.model.chain import copied_without_memory
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.packing import Packing, call_block, packing_of
 from weft.parallel.pipeline.player import Player
@@ -31,7 +31,7 @@ from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
-    check_state_keys,
+    check_state,
     mark_wrapped,
     reject_pickle,
 )
@@ -118,11 +118,15 @@ class PipelineParallel(nn.Module):
         modules = {str(index): block for index, block in enumerate(blocks)}
         if isinstance(loss, nn.Module):
             modules[LOSS] = loss
+        # Of all blocks, before those of other ranks are dropped: `full_state_dict` broadcasts the same
+        # tensors in the same order on every rank.
         self._state_entries = state_entries(modules)
         chain: dict[str, nn.Module] = {}
         packing: Packing | None = None
         last_of_stages = {int(stage.blocks[-1]) for stage in stages[:-1]}
         for index, block in enumerate(blocks):
+            # What the block before has packed, this one unpacks. Only the last block of a stage packs:
+            # within a stage tensors are handed on as they are.
             unpacking = packing
             packing = outputs[index].packing if index in last_of_stages else None
             chain[str(index)] = _UserBlock(block, unpacking=unpacking, packing=packing)
@@ -137,6 +141,7 @@ class PipelineParallel(nn.Module):
         self._start_alike()
         self._broadcast_buffers = BufferBroadcast()
         self._player = Player(self.model, before_last_backward=self._reduce_in_backward)
+        self._is_in_step = False
 
     def _make_reducer(self) -> GradientReducer:
         """Buckets of the parameters that are trained now."""
@@ -172,9 +177,11 @@ class PipelineParallel(nn.Module):
 
         Raises:
             PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
-                a pipeline, micro-batches have another shape than `example`; gradients are disabled.
+                a pipeline, micro-batches have another shape than `example`; gradients are disabled; the
+                step before raised an error, and there are several stages.
         """
         _check_gradients_enabled()
+        self._drop_interrupted()
         if self._trained_memory() != self._bucketed:  # frozen, unfrozen or cast since the last step
             self._reducer.remove_hooks()
             for param in self.model.params.values():
@@ -182,15 +189,36 @@ class PipelineParallel(nn.Module):
             self._reducer = self._make_reducer()
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
+        # As for means. Where losses are sums, `_divide_once` corrects this when all counts are known.
         seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)
         batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
         self._broadcast_buffers.before_forward(self.stages)
+        self._is_in_step = True
         state = self._player.play(batches, seed)
         loss = state.loss * seed
         self._finish_gradients(axes)
         self._broadcast_buffers(self.stages, self.comm, axes)
+        self._is_in_step = False
         return self._divide_once(loss, axes, num_parts=num_parts)
+
+    def _drop_interrupted(self) -> None:
+        """Begin anew where the last step has raised an error, as out of memory."""
+        if not self._is_in_step:
+            return
+        if self.comm.degree(PP) > 1:
+            # Messages of that step may still be under way: this step would receive them.
+            fault = Fault(
+                f"{WRAPPER_NAME}.step",
+                "the last step raised an error, and what other stages have sent in it was not received",
+                fix="start all ranks again",
+            )
+            raise PlanError(fault)
+        self._is_in_step = False
+        self._reducer.drop_interrupted()
+        block = self.model.blocks[LOSS]
+        if isinstance(block, _LossBlock):
+            block.take_counts()
 
     def _divide_once(self, loss: Tensor, axes: tuple[str, ...], *, num_parts: int) -> Tensor:
         """The loss of all ranks. Where the loss counts its targets, it and the gradients, so far the
@@ -200,6 +228,7 @@ class PipelineParallel(nn.Module):
         block = self.model.blocks.get(LOSS)
         if isinstance(block, _LossBlock):
             counts = block.take_counts()
+        # One all-reduce for all three. Only ranks of the last stage have numbers; the others add zeros.
         local = torch.zeros(3, dtype=loss.dtype, device=loss.device)
         local[0] = loss
         local[1] = sum(counts)
@@ -211,6 +240,7 @@ class PipelineParallel(nn.Module):
         if num_without:
             what = "returned a number of targets for some micro-batches alone"
             raise PlanError(Fault("loss", what, got=f"none for {num_without} of {num_parts}"))
+        # The seed has divided by `num_parts` already.
         factor = num_parts / nonzero(count)
         self._reducer.scale(factor)
         return total * factor
@@ -229,6 +259,7 @@ class PipelineParallel(nn.Module):
             if param.grad is None:
                 continue
             gradients.append(param.grad)
+            # Every copy of a tied parameter has the same sum: all are scaled, one counts in the norm.
             if name not in aliases:
                 counted.append((param.grad, ()))
         norm = total_norm(self.comm, counted, over=PP)
@@ -257,9 +288,9 @@ class PipelineParallel(nn.Module):
         number of ranks.
 
         Raises:
-            DataError: keys are missing or unknown.
+            DataError: keys are missing or unknown, or a tensor has another shape.
         """
-        check_state_keys(state, [entry.key for entry in self._state_entries])
+        check_state(state, {entry.key: entry.shape for entry in self._state_entries})
         for key, tensor in self.local_tensors().items():
             tensor.copy_(state[key])
 
@@ -296,6 +327,8 @@ class PipelineParallel(nn.Module):
                 continue
             own = param.detach().clone()
             received = torch.empty_like(own)
+            # Both sides send and receive in one block, or two ranks would wait for each other; which of
+            # them has the first stage is decided afterwards.
             with comm.grouped_messages():
                 send = comm.start_send(own, PP, to=tie.peer)
                 receiving = comm.start_recv(received, PP, source=tie.peer)
@@ -353,16 +386,22 @@ class PipelineParallel(nn.Module):
         where no rank used a parameter that is not tied.
         """
         reducer = self._reducer
+        # First of all: on other ranks the backward may have started these reductions, and the
+        # all-reduce of `used_on_any_rank` must have the same place behind them everywhere.
         reducer.start_remaining()
+        # Before `finish`, which forgets which gradients have arrived.
         used = set(reducer.used_on_any_rank(axes))
         reducer.finish()
         sum_tied_gradients(self.model, reducer)
         is_sharded = self.comm.degree(PP) > 1
+        # A stage that did not use its copy has the gradient of the one that did.
         used.update(tie.name for tie in self.model.cross_stage_ties)
         for group in reducer.groups:
             for name, param in group.params.items():
                 param.grad = None
                 if name in used:
+                    # A gradient of some stages is marked as a part: torch.nn.utils.clip_grad_norm_
+                    # would take their norm for that of all.
                     gradient = group.set_grad(name)
                     param.grad = part_of(gradient, None) if is_sharded else gradient
 
@@ -486,9 +525,10 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
     keep_compiler_unimported()
     x: Any = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
-    for index, block in enumerate(blocks):
-        meta_block = copied_module(block, {}).to("meta")
+    copies = copied_without_memory({str(index): block for index, block in enumerate(blocks)})
+    for index, meta_block in enumerate(copies.values()):
         inputs = list(tensors_in(x))
+        # A write in place counts the version up, also one through a view.
         versions = [tensor._version for tensor in inputs]
         x = call_block(meta_block, x)
         writes_input = [tensor._version for tensor in inputs] != versions

@@ -44,8 +44,11 @@ class Packing:
     def _flat(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype:
             return tensor.reshape(-1)
+        # Bytes that are read as floating point may be NaN; they are copied and sent, never computed
+        # with. Detached, so that their entries have no gradient.
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         num_bytes = self._entries(tensor) * self.dtype.itemsize
+        # Zeros behind the content: bytes that were never written would differ from run to run.
         padded = content.new_zeros(num_bytes)
         padded[: content.numel()] = content
         return padded.view(self.dtype)
@@ -63,6 +66,7 @@ class Packing:
                 return part.view(like.shape)
             num_bytes = like.numel() * like.dtype.itemsize
             content = part.detach().contiguous().view(torch.uint8)[:num_bytes]
+            # The bytes may begin at a place that the wider type is not aligned to; a copy begins at 0.
             return content.clone().view(like.dtype).view(like.shape)
 
         return map_leaves(self.tree, Tensor, take)

@@ -161,6 +161,8 @@ class Player:
         self.max_sends = MAX_SENDS
         self.last_backward: dict[int, Act] = {}
         for act in self.table.rows[self.rank]:
+            # B, or the W of a split backward: these yield weight gradients, and the last one in the row
+            # completes those of its stage.
             if ACTIVATION_CHANGE[act.kind] < 0:
                 self.last_backward[act.stage] = act
         self._params: dict[int, tuple[nn.Parameter, ...]] = {}
@@ -290,6 +292,7 @@ class Player:
         if saved.split is not None:
             state.pending_wgrads[key] = saved.split
         if act.stage > 0:
+            # Handed on without a copy: `saved` ends here, and nothing else has this tensor.
             input_grad = saved.input.grad
             assert input_grad is not None, f"{act}: no gradient reached the stage's input"
             state.outputs[act] = input_grad
@@ -307,9 +310,8 @@ class Player:
 
     def _send(self, state: StepState, send: Send) -> None:
         output = state.outputs.pop(send.act)
-        tensor = (
-            output.contiguous()
-        )  # kept until the send has ended: a backend reads its memory meanwhile
+        # Kept until the send has ended: a backend reads its memory meanwhile.
+        tensor = output.contiguous()
         work = self.model.comm.start_send(tensor, PP, to=send.peer)
         state.sends.append(_SendUnderWay(work, tensor))
         # Tensors under way take memory, and a stage that runs ahead would collect them.
@@ -324,6 +326,7 @@ class Player:
         if recv.kind != "activation":
             boundary -= 1
         # It begins ahead of the action that reads it, beside what this rank computes in between.
+        # New memory for each: an activation is the leaf of its stage's graph until the backward.
         buffer = torch.empty(
             plan.boundary_shape(boundary), dtype=getattr(torch, plan.compute), device=comm.device
         )

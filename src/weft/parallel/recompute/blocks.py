@@ -138,6 +138,7 @@ class FullRecompute:
     def __init__(self, call: Callable[[], Any], *, repeats_all: bool = False) -> None:
         self._call = call
         self._repeats_all = repeats_all
+        # Noted in the forward: when the call is repeated, in a backward, the mode is not active.
         self._split = active_split_backward()
         self._slots: list[weakref.ref[RecomputedSlot]] = []
 
@@ -147,6 +148,7 @@ class FullRecompute:
             result = self._call()
         if self._repeats_all:
             nodes = {tensor.grad_fn for tensor in tensors_in(result)}
+            # Any of the outputs may be the first to get its gradient; the other hooks then find all slots filled.
             for node in nodes:
                 if node is not None:
                     node.register_prehook(self._before_backward)
@@ -159,6 +161,8 @@ class FullRecompute:
 
     def _pack(self, _: Tensor) -> RecomputedSlot:
         slot = RecomputedSlot()
+        # The node of autograd owns the slot: once it is freed, nothing needs the tensor, and the
+        # repeated call does not keep it.
         self._slots.append(weakref.ref(slot))
         return slot
 
@@ -180,6 +184,7 @@ class FullRecompute:
             nonlocal num_saved
             slot = slots[num_saved] if num_saved <= last_needed else None
             if slot is not None:
+                # Without its graph, which would hold all that the repeated call has saved.
                 slot.value = tensor.detach()
             if num_saved == last_needed and not self._repeats_all:
                 raise _AllRecomputedError
@@ -188,6 +193,7 @@ class FullRecompute:
 
         hooks = saved_tensors_hooks(fill_slot, lambda tensor: tensor)
         try:
+            # A backward runs with gradients off; autograd would then save nothing, and no hook be called.
             with torch.enable_grad(), self._split or nullcontext(), hooks:
                 self._call()
         except _AllRecomputedError:

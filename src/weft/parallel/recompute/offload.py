@@ -219,6 +219,7 @@ class OffloadedCall:
         for storage, source, copy in zip(storages, sources, copies, strict=True):
             storage.copy = copy
             self._chain.add_copy(storage, source.nbytes)
+        # Weak: what no node needs any more when the copies back begin is not copied.
         self._copied = [weakref.ref(storage) for storage in storages]
         self._chain.add(self)
         return out
@@ -243,6 +244,8 @@ class OffloadedCall:
             whole = tensor.detach().as_strided((length,), (1,), 0)
             storage = _OffloadedStorage(tensor._version, whole)
             self._storages[key] = storage
+        # Changed in place between two saves: the copy has one of the two contents, so the other
+        # one stays on the device.
         elif storage.version != tensor._version:
             return SavedTensor.of(tensor)
         return _OffloadedView(storage, ViewSpec.of(tensor))
@@ -282,6 +285,7 @@ class OffloadedCall:
         if storage.back is None:  # it has left between the two parts of a split backward
             self._start_back()
         if self._wait_back is not None:
+            # Once for all storages of the call: the event lies behind the last of its copies.
             self._wait_back()
             self._wait_back = None
         assert storage.back is not None, "copies back begin with the backward"
@@ -289,6 +293,7 @@ class OffloadedCall:
 
     def _start_back(self) -> None:
         """Begin to copy back what is needed and has left the device, once."""
+        # Nothing was freed yet, so the sources themselves are used; their copies stay unread.
         if self._chain.holds(self):
             return
         storages = [storage for each in self._copied if (storage := each()) is not None]

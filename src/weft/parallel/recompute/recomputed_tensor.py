@@ -108,6 +108,7 @@ class CallArgument:
     def get(self) -> Tensor:
         """The tensor, as a leaf."""
         leaf = self.source.get().detach()
+        # As in the forward: autograd saves the same tensors again only if the same arguments have gradients.
         return leaf.requires_grad_(self.requires_grad)
 
 
@@ -155,6 +156,8 @@ class RecomputedTensor:
         args = map_leaves(self.args, CallArgument, CallArgument.get)
         kwargs = map_leaves(self.kwargs, CallArgument, CallArgument.get)
         inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
+        # What autograd saves comes in the order of the first call, so slots are found by their place.
+        # Arguments were packed as themselves then, and have none.
         references = iter(self.inner_slots)
 
         def fill_inner_slot(tensor: Tensor) -> Tensor:
@@ -167,6 +170,7 @@ class RecomputedTensor:
 
         hooks = saved_tensors_hooks(fill_inner_slot, lambda tensor: tensor)
         with torch.enable_grad(), hooks:
+            # The graph of the repetition is dropped; the backward goes on through that of the first call.
             result: Tensor = self.func(*args, **kwargs).detach()
         for result_slot in self.result_slots:
             slot = result_slot.slot()

@@ -131,8 +131,11 @@ class SelectiveRecompute(TorchFunctionMode):
             is_input = memory_of(tensor) in inputs
             return self._pack(tensor) if is_input else recomputed.add_inner_slot()
 
+        # Innermost hooks are the ones that autograd calls: for this call they replace those of the block.
         with saved_tensors_hooks(pack, _unpack):
             result = func(*args, **kwargs)
+        # Results are found again by their memory. A cast to the same type returns its argument, whose
+        # memory belongs to another call or to none.
         if memory_of(result) not in inputs and _is_dense(result):
             self._results[memory_of(result)] = _CheapResult(recomputed, result, result._version)
         return result

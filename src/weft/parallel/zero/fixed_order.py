@@ -76,6 +76,7 @@ class TreeSum:
             earlier.add_(x)
             return
         sibling = self.nodes.pop(node.sibling, None)
+        # a + b has the bits of b + a, so whichever of the two came first is the one that is added to.
         if sibling is None:
             self.nodes[node] = x
         else:
@@ -294,6 +295,7 @@ def _exact_sums(
             largest = torch.maximum(largest, own_largest)
     largest = comm.combine_world(largest, lambda rows: rows.amax(0))
     unit = _unit_of(largest)
+    # Each of the two whole numbers is at most 2^SUM_BITS, so int64 holds sums of 2^33 of them exactly.
     parts = torch.zeros(2 * num_columns, dtype=torch.int64, device=comm.device)
     for tensor in tensors:
         parts += _sums_of_parts(term(tensor), unit)

@@ -175,6 +175,7 @@ class FlatParams:
         self._num_bytes = storage.nbytes()
         self._freed: list[_FreedParam] = []
         for name, view in layout.views(self.flat).items():
+            # By `.data`, so that modules, optimizers and hooks keep the parameter object that they hold.
             params[name].data = view
             if fills_freed:
                 freed = _FreedParam(name, params[name], view)

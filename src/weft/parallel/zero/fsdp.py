@@ -37,7 +37,7 @@ from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_un
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
-    check_state_keys,
+    check_state,
     mark_wrapped,
     reject_pickle,
 )
@@ -82,7 +82,8 @@ class FullyShardedDataParallel(SynchronizedModule):
 
     Args:
         module: any module. One on the meta device gets its values block by block, by
-            `reset_parameters` of the modules that own parameters: no rank ever holds it unsharded.
+            `reset_parameters` of the modules that own parameters, which has to set all of their
+            parameters and buffers: no rank ever holds it unsharded.
         comm: communication with the other ranks; None: the world of torch.distributed is the data
             axis.
         axis: the mesh axis (or axes) over which parameters are sharded; batches differ along it.
@@ -101,7 +102,8 @@ class FullyShardedDataParallel(SynchronizedModule):
 
     Raises:
         PlanError: a parameter belongs to a wrapped module already, has hooks or is in use by a graph, or
-            is added after wrapping; an optimizer has stepped on gradients of this rank alone.
+            is added after wrapping; an optimizer has stepped on gradients of this rank alone; a module
+            on the meta device leaves a tensor unset.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -411,6 +413,14 @@ class FullyShardedDataParallel(SynchronizedModule):
             self._reducer.follow_requires_grad()
         self._is_stale = True
 
+    def _note_changes(self) -> None:
+        """Have the groups hold what scripts have set, before the groups are read or written outside of a
+        forward: memory that a shard has got since the last one is not theirs.
+        """
+        self._follow_shards()
+        # Noted at once: the next forward would take what is loaded in between for a script's change.
+        self._note_shards()
+
     @torch.no_grad()
     def _replace_memory(self, group: ParamGroup) -> None:
         """Put the shards of a group, which have got memory of their own, into flat memory again."""
@@ -546,6 +556,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         """The state dict that the module would have unwrapped, on every rank; a collective over all
         ranks.
         """
+        self._note_changes()
         values = self._reducer.full_parameters()
         values.update(self.module.named_buffers())
         return {key: values[name].detach().clone() for key, name in self._state_names.items()}
@@ -555,9 +566,18 @@ class FullyShardedDataParallel(SynchronizedModule):
         """Load this rank's shards from a state dict of the unwrapped module.
 
         Raises:
-            DataError: keys are missing or unknown.
+            DataError: keys are missing or unknown, or a tensor has another shape.
         """
-        check_state_keys(state, self._state_names)
+        self._note_changes()
+        tensors: dict[str, Tensor] = {**dict(self.module.named_buffers()), **self._shard_of}
+        check_state(
+            state,
+            {
+                key: tensors[name].shape
+                for key, name in self._state_names.items()
+                if name in tensors
+            },
+        )
         values = {name: state[key] for key, name in self._state_names.items()}
         for group in self._groups:
             group.load({name: values[name] for name in group.params})

@@ -33,6 +33,7 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
         if tie.name not in reducer.sharded_params:
             continue  # this shard has no entry of it, on all of these ranks alike
         own = gradient_of(reducer, tie.name)
+        # A copy is sent: below the sum is written over the gradient, before all peers have received it.
         terms = terms_of.setdefault(tie.name, {here: own.clone()})
         like = torch.empty_like(own)
         with comm.grouped_messages():
@@ -41,6 +42,7 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
         sends.append(send)
         terms[tie.peer] = receiving.wait()
     for name, terms in terms_of.items():
+        # In the order of ranks and not of arrival, so that all copies stay the same to the last bit.
         first, second, *others = sorted(terms)
         total = gradient_of(reducer, name)
         torch.add(terms[first], terms[second], out=total)

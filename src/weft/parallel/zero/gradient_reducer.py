@@ -173,6 +173,7 @@ class GradientReducer:
                     raise RuntimeError(
                         f"{name} has a gradient, and its wrapper was deleted: keep it"
                     )
+                # By its place: a hook that held the group would hold the parameters.
                 group = reducer.trained_groups[place]
                 if not torch.is_grad_enabled():
                     reducer._on_gradient(group, name, param)
@@ -243,6 +244,7 @@ class GradientReducer:
         is_complete = group.accumulate_grad(name, param)
         if not is_complete:
             return
+        # All of this backward are there; from here on those of the next one are missing.
         group.expect_gradients()
         # A complete group is reduced when those before it are: the order in which autograd finishes groups may differ
         # between ranks, that of collectives may not.
@@ -264,6 +266,7 @@ class GradientReducer:
             waiting.popleft()
             self._complete.discard(key)
             self._under_way.start(group)
+        # A split backward has no end at which groups are queued anew: its parts belong to several micro-batches.
         if not waiting and stage in self.split_stages:
             self._requeue([stage])
 
@@ -295,6 +298,7 @@ class GradientReducer:
             if self._block_positions.get(id(group), 0) <= position:
                 break
             waiting.popleft()
+            # Complete or not: on another rank the same group may be the other, and both reduce it here.
             self._complete.discard(id(group))
             group.expect_gradients()
             self._under_way.start(group)
@@ -415,6 +419,8 @@ class GradientReducer:
         if not has_used_all:
             flags = torch.tensor([name in self.arrived for name in names])
             num_ranks.copy_(flags)
+        # Called by ranks that have used all of them, too: others wait for their ones. These do not read
+        # the result, so the host goes on.
         self.comm.all_reduce_(num_ranks, axis)
         if has_used_all:
             return frozenset(names)

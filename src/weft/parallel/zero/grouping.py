@@ -59,6 +59,8 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
     )
     chains: list[list[BlockGroups]] = []
     for number, stage in model.stages.items():
+        # Before the hooks that unshard: hooks are called in the order of their registration, and on
+        # every rank the reductions behind a block come before the next all-gather.
         register_backward_order(reducer, number, tuple(stage.values()))
         chain: list[BlockGroups] = []
         for block in stage.values():

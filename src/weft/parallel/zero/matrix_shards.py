@@ -190,6 +190,7 @@ def _assign(
             held: Counter[int] = Counter()
             for piece in pieces:
                 held[piece.holder] += piece.size
+            # Every rank computes this for itself: it may depend on nothing but what all of them know.
             preference = [(-held[rank], work[rank], rank) for rank in range(holders)]
             _, _, owner = min(preference)
             shorter_side = min(box.shape[-2:])

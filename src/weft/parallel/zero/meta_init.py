@@ -50,7 +50,8 @@ def init_block(
         initialised: ids of parameters that have their values; they may be freed now.
 
     Raises:
-        PlanError: a module on the meta device that has no `reset_parameters`.
+        PlanError: a module on the meta device that has no `reset_parameters`, or one that leaves
+            entries unset.
     """
     modules = tuple(own_modules(block, others))
     for path, module in modules:
@@ -59,6 +60,7 @@ def init_block(
     for _, module in modules:
         for tensor in _own_tensors(module):
             if id(tensor) not in initialised:
+                # Also after `reset_parameters`: ranks may have drawn different numbers.
                 comm.broadcast_(tensor, axis, root=0)
 
 
@@ -83,15 +85,14 @@ def _materialize(
                 fix="give it one, or build it on a device",
             )
         )
+    made: list[str] = []
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+            setattr(module, name, _unset(buffer, device))
+            made.append(name)
     params = dict(module.named_parameters(recurse=False))
     for name, param in params.items():
-        empty = nn.Parameter(
-            torch.empty(param.shape, dtype=param.dtype, device=device),
-            requires_grad=param.requires_grad,
-        )
+        empty = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
         if id(param) in initialised:
             setattr(
                 module, name, empty
@@ -100,6 +101,26 @@ def _materialize(
             torch.utils.swap_tensors(
                 param, empty
             )  # other modules that hold it keep the same object
+            made.append(name)
     reset()
+    for name in made:
+        value = getattr(module, name)
+        if value.is_floating_point() and bool(value.isnan().any()):
+            fault = Fault(
+                f"{path}.{name}" if path else name,
+                f"has no values: it is on the meta device, and {type(module).__name__}.reset_parameters "
+                "does not set it",
+                fix="set it there, or build the module on a device",
+            )
+            raise PlanError(fault)
     for name, param in params.items():
         setattr(module, name, param)
+
+
+def _unset(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for the values of a meta tensor: NaN, which shows entries that get none; 0 where the type has
+    no NaN.
+    """
+    return torch.full(
+        like.shape, float("nan") if like.is_floating_point() else 0, dtype=like.dtype, device=device
+    )

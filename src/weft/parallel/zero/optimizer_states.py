@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.errors import DataError, Fault, PlanError
-from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer, replaced_states
 from weft.parallel.zero.sharded_tensor import ShardedTensor, adopt_group, shards_in
 
 States = dict[str, Any]
@@ -68,10 +68,17 @@ def load_optimizer_states(
             fix="make the optimizer with the groups that it had",
         )
         raise DataError(fault)
-    for group, loaded_group, names in zip(optimizer.param_groups, loaded, groups, strict=True):
-        group.update({key: value for key, value in loaded_group.items() if key != "params"})
-        for name, param in zip(names, group["params"], strict=True):
-            _load_state(optimizer, param, states["state"].get(name, {}))
+    with replaced_states(optimizer) as target:
+        for group, loaded_group, names in zip(optimizer.param_groups, loaded, groups, strict=True):
+            group.update({key: value for key, value in loaded_group.items() if key != "params"})
+            for name, param in zip(names, group["params"], strict=True):
+                shard = param
+                if isinstance(optimizer, ShardedOptimizer):
+                    shard = optimizer.shard_of(param)
+                target.pop(shard, None)
+                state = states["state"].get(name)
+                if state:
+                    target[shard] = {key: _own(key, value, shard) for key, value in state.items()}
 
 
 def _name(name_of: Mapping[int, str], param: Tensor) -> str:
@@ -100,20 +107,14 @@ def _value(value: Any, *, is_whole: bool) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _load_state(optimizer: Optimizer, param: Tensor, state: Mapping[str, Any]) -> None:
-    """Set the state of a parameter; of whole values a shard keeps its entries."""
-    shard = optimizer.shard_of(param) if isinstance(optimizer, ShardedOptimizer) else param
-    target = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    target.state.pop(shard, None)
-    if state:
-        target.state[shard] = {key: _own(key, value, shard) for key, value in state.items()}
-
-
 def _own(key: str, value: Any, shard: Tensor) -> Any:
+    """A loaded value as the state of a tensor: of a whole one a shard keeps its entries."""
     if not isinstance(value, Tensor):
         return value
     is_alike = key != "step" and value.shape == shard.shape
-    if not is_alike or not isinstance(shard, ShardedTensor):
-        return value.detach().clone()
+    if not is_alike:
+        return value.detach().clone()  # a count of steps stays where the optimizer keeps it
+    if not isinstance(shard, ShardedTensor):
+        return value.detach().to(shard.device, copy=True)
     own = shard.with_local(shard.local.detach().to(value.dtype, copy=True))
     return own.copy_(value.to(own.device))

@@ -262,6 +262,7 @@ class ParamGroup:
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
         grad = param.grad
+        # Autograd calls the hook without a gradient where it has found none but zeros.
         if grad is None and not _has_hooks_of_scripts(param):
             self.missing.discard(name)
             return not self.missing
@@ -273,11 +274,13 @@ class ParamGroup:
                 "see reduced gradients",
             )
             raise PlanError(fault)
+        # Gradients are reduced in flat memory, which has an entry for each of the parameter's.
         if grad.is_sparse:
             grad = grad.to_dense()
         self._check_read_unsharded(name, grad)
         self.missing.discard(name)
         if policy.sums_microbatches:
+            # The tree takes the tensor and adds into it, so `.grad` must not be it.
             tree = self._trees[name]
             tree.add(self.leaf, grad.to(policy.reduce))
             param.grad = None
@@ -286,6 +289,7 @@ class ParamGroup:
             self._allocate_unsharded_grad()
         view = self._grad_views[name]
         if not policy.accumulates_in_place:
+            # The gradient in the compute dtype is freed here, before the next one arrives.
             view.add_(grad)
             param.grad = None
         elif not _is_same_memory(grad, view):
@@ -329,6 +333,7 @@ class ParamGroup:
         contribute zeros.
         """
         policy = self.policy
+        # That of an earlier backward: its sum has to be added before its handle is replaced.
         self.wait_reduce()
         if policy.accumulates_in_place:
             self._zero_unset_grads()
@@ -339,6 +344,7 @@ class ParamGroup:
             self._reducing = self._start_stage_sums(unsharded)
         else:
             self._reducing = self._start_collective(unsharded)
+        # The sum is added when it is waited for; by then the backward of another leaf may run.
         self._reducing_leaf = self.leaf
         self.is_reduced = True
         if not policy.keeps_unsharded_grad:
@@ -390,6 +396,7 @@ class ParamGroup:
         if self.is_sharded and self.policy.shares_grad_memory:
             return comm.start_reduce_scatter_(unsharded, axes)
         if self.is_sharded:
+            # Under ZeRO 3 all-gathers run in the backward, too, and calls of one communicator wait for each other.
             communicator: Communicator = "reductions" if self.reshards else "group"
             return comm.start_reduce_scatter(unsharded, axes, communicator=communicator)
         if axes:
@@ -421,6 +428,8 @@ class ParamGroup:
             total = self._reducing.wait()
         self._reducing = None
         policy = self.policy
+        # In place and in one dtype the sum is in the sharded gradient already, a view of it:
+        # then none of these applies.
         if policy.sums_reduced:
             tree = self._trees[WHOLE_SHARD]
             tree.add(self._reducing_leaf, total)
@@ -563,6 +572,7 @@ class ParamGroup:
             self._gathered_version = self.sharded_param._version
         if self.sharded_param is not None and not self._shares_param_memory:
             own_entries = self._own_entries(unsharded)
+            # Cast here, so that the other ranks are sent the compute dtype.
             own_entries.copy_(self.sharded_param)
         if not self.is_sharded:
             self._gathering = Work.done(unsharded)
@@ -594,6 +604,7 @@ class ParamGroup:
 
     def end_backward(self) -> None:
         """The inputs of the block have their gradients: reshard, unless gradients of parameters are missing."""
+        # `reshard` sets it to 0, and hooks of inputs may still follow.
         self._num_backwards = max(0, self._num_backwards - 1)
         if self._is_complete or not self.is_trained:
             self.reshard_after_backwards()

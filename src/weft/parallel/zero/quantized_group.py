@@ -95,6 +95,7 @@ class QuantizedGroup(ParamGroup):
 
     def start_all_gather(self) -> None:
         """Start the all-gather of the bytes, where other ranks hold other lines."""
+        # The matrices themselves get memory in `unshard`, when the bytes are there: a prefetch holds only these.
         if self._gathering is None and self.is_sharded:
             num_bytes = len(self._bytes)
             gathered = self._bytes.new_empty(self.layout.num_shards * num_bytes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -173,6 +174,7 @@ class ShardedOptimizer(Optimizer):
     def _gather_updated(self) -> None:
         """All-gather what this step has updated."""
         updated = [each for each in self._flat_groups if each.has_updates]
+        # All start before the first is waited for.
         works = [
             self.comm.start_all_gather_(flat_group.params_memory.alias(), self.axis)
             for flat_group in updated
@@ -189,11 +191,10 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank."""
-        self._coded.clear()
-        self.inner.load_state_dict(state_dict)
-        for shard, state in self.inner.state.items():
-            adopt_group(shards_in((shard, state)))
-        self._encode_states()
+        with self.replaced_states():
+            self.inner.load_state_dict(state_dict)
+            for shard, state in self.inner.state.items():
+                adopt_group(shards_in((shard, state)))
         self._copy_settings_from_inner()
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -234,13 +235,21 @@ class ShardedOptimizer(Optimizer):
         states: dict[int, State] = {}
         for number, param in enumerate(params):
             states[id(param)] = given.get(number, {})
-        self._coded.clear()
-        self.inner.state.clear()
-        for flat_group in self._flat_groups:
-            self.inner.state.update(flat_group.shard_states(states))
-        self._encode_states()
+        with self.replaced_states():
+            self.inner.state.clear()
+            for flat_group in self._flat_groups:
+                self.inner.state.update(flat_group.shard_states(states))
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
+
+    @contextmanager
+    def replaced_states(self) -> Iterator[None]:
+        """Inside the block the states of all shards are replaced by loaded values; with `state_bits=8` its
+        end is a collective over all ranks.
+        """
+        self._coded.clear()  # or the next step would decode them over what is loaded
+        yield
+        self._encode_states()
 
     def shard_of(self, param: Tensor) -> Tensor:
         """The shard that is updated for a parameter."""
@@ -324,6 +333,7 @@ class _FlatGroup:
             if param.grad is None:
                 shard.grad = None
                 continue
+            # A view of a contiguous gradient: what the optimizer changes in it, it changes in the parameter's.
             own_entries = plain(param.grad).reshape(-1)[shard.entries.own]
             shard.grad = shard.with_local(own_entries)
 
@@ -357,11 +367,23 @@ class _FlatGroup:
         return found
 
 
+@contextmanager
+def replaced_states(optimizer: Optimizer) -> Iterator[MutableMapping[Tensor, State]]:
+    """The states of any optimizer, of a `ShardedOptimizer` those of its shards, which are replaced inside
+    the block; see `ShardedOptimizer.replaced_states`.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        with optimizer.replaced_states():
+            yield optimizer.inner.state
+    else:
+        yield optimizer.state
+
+
 def _own_part(value: Any, shard: ShardedTensor) -> Any:
     """This rank's entries of a state value of the parameter's shape; others as they are."""
     if not isinstance(value, Tensor) or value.shape != shard.shape:
         return _copy(value)
-    return shard.with_local(own_entries(value, shard).clone())
+    return shard.with_local(own_entries(value, shard).to(shard.device, copy=True))
 
 
 def _check_not_sharded(params: Iterable[Tensor]) -> None:

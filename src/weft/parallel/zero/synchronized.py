@@ -157,6 +157,7 @@ class SynchronizedModule(nn.Module):
 
     def _before_forward(self) -> None:
         """Called before each forward with gradients."""
+        # A recomputed forward belongs to the backward that is running: nothing begins anew.
         if backward_id() == NO_BACKWARD:
             self._follow_discards()
             self._drop_interrupted()
@@ -244,6 +245,7 @@ class SynchronizedModule(nn.Module):
         self._hold_gradients()
         if not self._unsynchronized:
             params = self._updated_params()
+            # A later version shows that an optimizer has stepped on gradients of this rank alone.
             self._unsynchronized = {name: param._version for name, param in params.items()}
 
     def _hold_gradients(self) -> None:

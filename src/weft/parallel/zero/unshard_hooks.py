@@ -152,6 +152,7 @@ class BlockUse:
             if tensor.grad_fn is not None
         }
         if number_of:
+            # Autograd numbers nodes in the order of the forward, and the backward runs the largest first.
             last = max(number_of, key=number_of.__getitem__)
             last.register_hook(self._end)
 
@@ -188,6 +189,7 @@ class PrefetchSchedule:
     @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Unshard the block, prefetch the next."""
+        # A recomputed forward runs inside of a backward, whose groups stay unsharded.
         if backward_id() == NO_BACKWARD:
             self.in_backward.drop_interrupted()
             for group in self.groups:
@@ -200,6 +202,7 @@ class PrefetchSchedule:
         if not is_recomputed:
             for group in self.next_groups:
                 group.start_unshard()
+        # Handed to the hook behind the forward; an exception in between leaves it, and the next call replaces it.
         self._call = BlockUse(self.groups)
         if torch.is_grad_enabled():
             self._call.end_at_gradient_of((args, kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -81,11 +81,15 @@ def reject_pickle(wrapper: str, verb: str = "pickled") -> NoReturn:
     raise PlanError(fault)
 
 
-def check_state_keys(given: Iterable[str], known: Iterable[str]) -> None:
-    """Check that a state to be loaded has the keys of the wrapped module's `full_state_dict()`.
+def check_state(given: Mapping[str, torch.Tensor], known: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a state to be loaded has the keys and shapes of the wrapped module's
+    `full_state_dict()`.
+
+    Args:
+        known: key -> shape.
 
     Raises:
-        DataError: keys are missing or unknown.
+        DataError: keys are missing or unknown, or a tensor has another shape.
     """
     given_keys = set(given)
     known_keys = set(known)
@@ -100,3 +104,15 @@ def check_state_keys(given: Iterable[str], known: Iterable[str]) -> None:
             fix="load the state of the same module",
         )
         raise DataError(fault)
+    for key, shape in known.items():
+        # A copy would broadcast, and entries that are cut out of a flattened tensor of as many have
+        # other places.
+        if tuple(given[key].shape) != tuple(shape):
+            fault = Fault(
+                f"state: {key}",
+                "has another shape",
+                got=str(list(given[key].shape)),
+                need=str(list(shape)),
+                fix="load the state of the same module",
+            )
+            raise DataError(fault)

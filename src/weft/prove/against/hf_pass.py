@@ -75,6 +75,7 @@ class HFPass:
         """The gradients of the mean loss of a batch, by published names."""
         self._clear(batch)
         for pieces in self._groups(batch):
+            # Each group has a backward of its own, which frees the graphs of its logits.
             self.routers.clear()
             losses = []
             for piece in pieces:
@@ -192,6 +193,7 @@ class HFPass:
     def _keep(self, block: str, x: Tensor) -> None:
         """Keep the output of a block, and its gradient once that is computed."""
         piece = self._piece
+        # An evaluation calls the same hooks, and must not replace what the step has kept.
         if piece is None or not x.requires_grad:
             return
         self._whole(self.outputs, block, x)[piece] = x.detach()

@@ -99,6 +99,7 @@ def _with_starting_values(report: ProofReport, found: StartingValues | None) -> 
 
 def _attributed(report: ProofReport, subject: Subject) -> ProofReport:
     """The report of a failed comparison, which says on which side weft's own reference is."""
+    # A layout that differs from weft's own reference, too, has its fault in the layout.
     if not prove(subject).holds:
         return replace(report, notes=(*report.notes, FAULT_OF_LAYOUT))
     passes = []

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.core.dimension import local_update_axes, pipeline_axis, plain_data_axes
 from weft.errors import ProofError
 from weft.models.common.batch import Batch
+from weft.models.common.buffer_updates import evaluating
 from weft.models.common.preference import preference_loss_of
 from weft.prove.live_step.compared_numbers import LiveDifference
 from weft.prove.live_step.due import Due
@@ -114,6 +115,7 @@ class LiveStepCheck:
                 return
             if self._compare(live):
                 self._keep_for_update(live)
+                # Its update is compared after the block, once the step has made it.
                 compared.append(live)
 
         with sketches.watch(self.step.model.blocks, batches):
@@ -258,6 +260,7 @@ class LiveStepCheck:
             ),
             num_terms=self._num_terms if self._defers_noise else None,
         )
+        # On every rank or on none: perturbed passes gather parameters from all of them.
         if self._defers_noise and any_rank(self.comm, bool(judgement.differences)):
             judgement = self._with_noise(live, judgement, plain.whole)
         self._conclude(live, judgement, plain.rows, time.perf_counter() - start_s)
@@ -266,6 +269,7 @@ class LiveStepCheck:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Gradients are computed in the block, and no random number of the run is drawn."""
+        # A user's model may draw from torch's own generator; the next step must draw as if nothing had been compared.
         rng_state = torch.get_rng_state()
         with torch.enable_grad(), self.comm.unchecked():
             yield
@@ -325,8 +329,10 @@ class LiveStepCheck:
         if loss is None or not loss.dpo.has_labels:
             return
         loss.z0 = None
+        # z0 is the mean of plain passes; perturbed ones would be computed for nothing.
         exact = [replace(unit, noise_seeds=()) for unit in units]
-        losses = self._passes(live, whole, exact, draws=False).losses()
+        with evaluating(self._plain_chain().blocks):
+            losses = self._passes(live, whole, exact, draws=False).losses()
         total = sum_over_ranks(self.comm, losses).sum()
         loss.z0 = (total / max(live.plain_targets, 1)).clamp(min=0)
 

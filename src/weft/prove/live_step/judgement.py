@@ -72,6 +72,7 @@ class Judgement:
         """All differences, in the order of execution."""
         found = [*self._parameters(), *self._targets(), *self._outputs()]
         loads = list(self._loads())
+        # Other tokens at an expert make other outputs, gradients and losses, of which bounds say nothing.
         if loads and self._is_rerouted_by_rounding:
             return tuple(each for each in found if self._is_before(each, loads[0].block))
         return (*found, *loads, *self._loss(), *self._all_gradients(), *self._norm())
@@ -208,6 +209,7 @@ class Judgement:
     def _projections(self) -> Iterator[LiveDifference]:
         for row in self.gradients:
             difference = abs(row.projection - 1)
+            # Written so that NaN, which is within no bound, is a difference.
             if self._is_projected(row) and not difference <= self.projection_bound(row):
                 yield LiveDifference(
                     f"{row.parameter} gradient",
@@ -316,6 +318,7 @@ class Judgement:
         """The sequences that did not go through a block, while others did."""
         seen = {row.sequence for row in rows}
         missing = sorted({row.sequence for row in self._rows_of(block)} - seen)
+        # Where no rank has reported any sequence, the block was not watched: a note says so.
         if seen and missing:
             text = _sequences_text(missing, len(seen) + len(missing))
             yield LiveDifference(

@@ -161,6 +161,7 @@ class PlainPass:
     def _forward_of(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block, whose graph is kept while there is memory for graphs."""
         if not self._kept.has_room:
+            # Another pass of this block may have had room before: its parameters are needed again all the same.
             self._num_kept = min(self._num_kept, index)
             self._inputs[index, each] = x
             with torch.no_grad():
@@ -290,6 +291,8 @@ class PlainPass:
                 if owner not in trained:
                     continue
                 waiting.setdefault(owner, []).append(found)
+                # The backward goes from the last block to the first, so the first one that uses a
+                # shared parameter completes its gradient.
                 if first_use[owner] == name:
                     parts = waiting.pop(owner)
                     shape = self.chain.shapes[owner]
@@ -378,6 +381,8 @@ class PlainPass:
         """
         if self._noise is None:
             return x
+        # A generator for each place, since a repeated forward may run only some of its modules, and
+        # must find the same noise.
         generator = torch.Generator().manual_seed(self._noise * MAX_PLACES + place)
 
         def perturbed(tensor: Any) -> Any:

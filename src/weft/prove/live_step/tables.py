@@ -58,6 +58,7 @@ def world_tables(
     sums = torch.stack((*on_layout, numbers.sketches, numbers.sizes))
     layout_sums, coverage, plain, sizes = sum_over_ranks(comm, sums).cpu()
     losses = sum_over_ranks(comm, numbers.losses)
+    # One table of all that is a maximum, so that a step costs one collective and not one for each number.
     largest = torch.cat(
         (
             numbers.spread,
@@ -161,6 +162,7 @@ def _output_rows(
             strict=True,
         )
         for sequence, (total, copies, right, size) in enumerate(rows, start=first):
+            # Copies of an output on several ranks count once; one that is wrong moves the mean.
             mean = total / copies if copies else None
             found.append(OutputRow(name, sequence, mean, right, size))
     return found

@@ -290,6 +290,7 @@ class _GenerationProof:
         num_given = len(self.prompts[place.prompt].tokens)
         num_new = place.position - num_given
         before = tuple(of_rank.tokens[place.prompt][:num_new])
+        # After a first wrong token the rest is of another text, which says nothing of the computation.
         if before != right.tokens[place.prompt][:num_new]:
             return
         kind = "prefill" if num_new == 0 else f"token {num_new} after it"

@@ -105,10 +105,12 @@ class _ResumeProof:
             yield failed
             return
         place = _compare_place(subject.mesh, how, records=records, num_stored=stopped.num_stored)
+        # The place alone is reported then: all else differs because of it.
         if place.differences:
             yield place
             return
         before = [event for event in whole[0].events if _step(event) <= stopped.num_stored]
+        # The continuation has no events of those steps, and the reference trains them, too.
         skipped = skipped_steps(before)
         compared = self._compare(subject, records, str(how), skipped_before=skipped)
         yield compared

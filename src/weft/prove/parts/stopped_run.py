@@ -67,7 +67,9 @@ class StoppedRun:
             subject: the run on the layout of the continuation.
             records: of its ranks.
         """
+        # A continuation saves into its folder, from which the next one would go on.
         copied = self.folder / f"continued-{sum(1 for _ in self.folder.iterdir())}"
+        # Ranks that do not find their snapshot are not to go on from a checkpoint unseen.
         leaves_out = () if how.store == "checkpoint" else (FOLDER,)
         shutil.copytree(self.folder / RUN, copied / RUN, ignore=shutil.ignore_patterns(*leaves_out))
         make_part = self._parts[how.store](copied)
@@ -121,6 +123,7 @@ class StoppedRun:
         """Ranks that are started again on several nodes, one of which is new."""
         nodes = copied / NODES
         shutil.copytree(self.folder / NODES, nodes)
+        # What is left of its snapshot is a copy on another node.
         shutil.rmtree(nodes / str(LOST_NODE))
 
         def part(rank: int, attempt: Attempt) -> TrainedPart:

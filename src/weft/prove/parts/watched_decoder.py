@@ -61,6 +61,7 @@ class WatchedDecoder(Decoder):
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Read tokens as `Decoder.read` does, and note what was read."""
+        # Before the read, which makes the rows longer.
         starts = self.lengths or [0] * len(rows)
         counts = [len(row) for row in rows]
         places = []

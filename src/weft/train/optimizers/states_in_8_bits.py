@@ -73,6 +73,7 @@ class StatesIn8Bits:
             size = 0
             for name in members:
                 entries = self.entries[name]
+                # An average, and not the entries of this rank: all ranks have to divide the names alike.
                 own = math.prod(entries.shape) // entries.num_holders
                 if part and size + own > MOST_ENTRIES:
                     yield tuple(part)

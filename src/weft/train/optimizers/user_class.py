@@ -301,6 +301,7 @@ def run_with_sums(
             param.view(-1), grad.reshape(-1), state, entries=own, lr=lr, weight_decay=weight_decay
         )
         updates.append(update)
+    # Every generator stops at its sums; those of one round go through one all-reduce, then all go on.
     sums = [list(next(update)) for update in updates]
     while sums:
         totals = add(sums)
