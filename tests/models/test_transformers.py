@@ -224,6 +224,17 @@ def test_clipped_parameters_are_said_and_kept_in_the_config() -> None:
     assert clip is None
 
 
+def test_outputs_besides_logits_are_left_out_and_losses_of_them_are_said() -> None:
+    """Before, the hooks that transformers adds for them were rejected as state of the model."""
+    words = ["--model.name", "hf:mixtral", "--mesh", "dp1", "--model.settings"]
+    load_checked_run((*words, '{"output_hidden_states": true, "output_attentions": true}'))
+    settings = '{"output_router_logits": true, "router_aux_loss_coef": 0.01}'
+    run = load_checked_run((*words, settings))
+    (note,) = prepared(run)[1]
+    assert note.endswith("even load of experts (config.json: router_aux_loss_coef 0.01)")
+    assert FAMILIES["hf:mixtral"].hf.config.whole.write(run.model)["output_router_logits"]  # type: ignore[union-attr]
+
+
 def test_skipped_layers_are_0() -> None:
     settings = {"settings": '{"layerdrop": 0.25, "dropout": 0.1}'}
     config = config_of("opt", TINY | settings)

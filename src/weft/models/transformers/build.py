@@ -28,6 +28,7 @@ from weft.models.transformers.sizes import (
     LABELS,
     NONE,
     OF_INFERENCE,
+    OUTPUTS,
     SETTINGS,
     TINY,
     TOKENS,
@@ -185,6 +186,7 @@ def build(config: Any, *, implementation: str = NAME, labels: int = 0) -> nn.Mod
     own = type(config).from_dict(config.to_dict())
     vars(own).update(dict.fromkeys(clips_of(vars(own))))  # past the checks of its types
     vars(own).update(dict.fromkeys(vars(own).keys() & set(OF_INFERENCE), 0))
+    vars(own).update(dict.fromkeys(vars(own).keys() & set(OUTPUTS), False))
     own.dtype = None  # of a folder: classes for labels would make it the default of all threads
     own._attn_implementation_internal = implementation
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
