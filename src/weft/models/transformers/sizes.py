@@ -166,8 +166,10 @@ scores within which Phi-3.5-MoE's router weighs experts.
 """
 OF_INFERENCE = ("rescale_every",)
 """Keys by which inference divides weights and activations by powers of 2, for types of 16 bits."""
-OUTPUTS = ("output_router_logits", "output_hidden_states", "_output_attentions")
-"""Keys by which a forward returns more than logits: hooks that it adds to its modules keep it."""
+OUTPUTS = ("output_router_logits", "output_hidden_states", "_output_attentions", "use_cache")
+"""Keys by which a forward returns more than logits: hooks that it adds to its modules keep it, and
+caches need layers of attention.
+"""
 NONE = 0
 """Value of a size that a config leaves out and that does not follow: experts of a model without."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
