@@ -134,7 +134,10 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         ("gpt_neox", {"mesh": "tp2", "model.heads": 12, "model.dim": 96}),
         # These were rejected: dense models of a mixture's class, and recurrent layers alone.
         ("granitemoehybrid", {"mesh": "tp2", "model.experts": 0, "model.top_k": 0}),
-        ("granitemoehybrid", {"mesh": "dp2", "model.settings": '{"layer_types": ["mamba", "mamba"]}'}),
+        (
+            "granitemoehybrid",
+            {"mesh": "dp2", "model.settings": '{"layer_types": ["mamba", "mamba"]}'},
+        ),
         # These were rejected: numbers of tokens that experts ask for, keys without a default.
         *(
             pytest.param(name, {"mesh": mesh}, marks=pytest.mark.slow)
@@ -225,6 +228,14 @@ def test_clipped_parameters_are_said_and_kept_in_the_config() -> None:
     assert config.altup_coef_clip == 120.0
     (clip,) = {layer.altup.config.altup_coef_clip for layer in build(config).model.layers}  # type: ignore[union-attr]
     assert clip is None
+
+
+def test_the_reason_of_transformers_is_named() -> None:
+    """Before, the line ended with the name of a check."""
+    with pytest.raises(
+        PlanError, match=r"\(2\) must be equal to the number of `layer_types` \(1\)"
+    ):
+        config_of("granitemoehybrid", TINY | {"settings": '{"layer_types": ["mamba"]}'})
 
 
 def test_outputs_besides_logits_are_left_out_and_losses_of_them_are_said() -> None:
