@@ -664,6 +664,9 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     assert described(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
     folder = folder_with(tmp_path, {**GPT2, "n_inner": None})
     assert described(folder).fields["ffn"] == 4 * 64
+    assert described(folder_with(tmp_path, QWEN3_MOE)).fields["head_size"] == 16
+    qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+    assert described(folder_with(tmp_path, qwen3)).fields["head_size"] == 128
 
 
 @pytest.mark.parametrize(

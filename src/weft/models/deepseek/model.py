@@ -19,7 +19,6 @@ from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.common.rope import Rope, YarnScaling, rotate
 from weft.models.deepseek.config import Config
 
-
 LATENT_EPS = 1e-6
 """Added to the mean square of latents, as in DeepSeek's and transformers' code: `rms_norm_eps` is of
 all other norms.
