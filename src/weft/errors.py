@@ -89,9 +89,15 @@ def first_line(error: BaseException) -> str:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Type of an error and the first line of its message: `ValueError: not a number`."""
+    """Type of an error and the first line of its message: `ValueError: not a number`; with the next
+    one, the reason, where it ends in a colon.
+    """
     name = type(error).__name__
     message = first_line(error)
+    if message.endswith(":"):
+        reason = str(error).strip().removeprefix(message).strip()
+        first, _, _ = reason.partition("\n")
+        message = f"{message} {first}".rstrip(" :")
     return f"{name}: {message}" if message else name
 
 

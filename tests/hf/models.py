@@ -90,6 +90,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         qk_nope_head_dim=8,
         qk_rope_head_dim=8,
         v_head_dim=10,
+        rms_norm_eps=1e-3,  # not of latents
         rope_parameters={**YARN, "rope_theta": 1e4},
         max_position_embeddings=2560,
     ),

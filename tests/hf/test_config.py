@@ -35,6 +35,7 @@ LLAMA = {
     "num_hidden_layers": 2,
     "vocab_size": 256,
 }
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3_MOE = {
     **LLAMA,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -632,6 +633,24 @@ def test_keys_that_change_no_logit_pass(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [
+        (LLAMA, {"unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 4}),
+        (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
+        (QWEN2, {"use_mrope": False, "sliding_window": 4096, "max_window_layers": 28}),
+        (GPT2, {"n_special": 0, "predict_special_tokens": True, "output_past": True}),
+    ],
+)
+def test_further_keys_of_published_folders_pass(
+    tmp_path: Path, base: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Of SmolLM, of what Qwen's authors and Unsloth publish, of the first GPT-2."""
+    assert described(folder_with(tmp_path, {**base, **keys})) == described(
+        folder_with(tmp_path, base)
+    )
+
+
 def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     fields = described(folder_with(tmp_path, LLAMA)).fields
     assert fields["kv_heads"] == 4
@@ -645,6 +664,9 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     assert described(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
     folder = folder_with(tmp_path, {**GPT2, "n_inner": None})
     assert described(folder).fields["ffn"] == 4 * 64
+    assert described(folder_with(tmp_path, QWEN3_MOE)).fields["head_size"] == 16
+    qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+    assert described(folder_with(tmp_path, qwen3)).fields["head_size"] == 128
 
 
 @pytest.mark.parametrize(

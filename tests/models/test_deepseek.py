@@ -46,7 +46,6 @@ def make_attention(
         v_head_dim=v_head_dim,
         rope=Rope(6, theta=100.0),
         scale=0.3,
-        norm_eps=1e-6,
     )
 
 

@@ -130,6 +130,16 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
                 ("opt", "tp2"),
             )
         ),
+        # Heads were in another order: a third of the fused rows of 12 heads holds whole ones.
+        ("gpt_neox", {"mesh": "tp2", "model.heads": 12, "model.dim": 96}),
+        # These were rejected: dense models of a mixture's class, and recurrent layers alone.
+        ("granitemoehybrid", {"mesh": "tp2", "model.experts": 0, "model.top_k": 0}),
+        (
+            "granitemoehybrid",
+            {"mesh": "dp2", "model.settings": '{"layer_types": ["mamba", "mamba"]}'},
+        ),
+        # It was rejected: its code of one device computes scores in float32 alone.
+        ("gpt2", {"mesh": "tp2", "model.settings": '{"reorder_and_upcast_attn": true}'}),
         # These were rejected: numbers of tokens that experts ask for, keys without a default.
         *(
             pytest.param(name, {"mesh": mesh}, marks=pytest.mark.slow)
@@ -222,6 +232,25 @@ def test_clipped_parameters_are_said_and_kept_in_the_config() -> None:
     assert clip is None
 
 
+def test_the_reason_of_transformers_is_named() -> None:
+    """Before, the line ended with the name of a check."""
+    with pytest.raises(
+        PlanError, match=r"\(2\) must be equal to the number of `layer_types` \(1\)"
+    ):
+        config_of("granitemoehybrid", TINY | {"settings": '{"layer_types": ["mamba"]}'})
+
+
+def test_outputs_besides_logits_are_left_out_and_losses_of_them_are_said() -> None:
+    """Before, the hooks that transformers adds for them were rejected as state of the model."""
+    words = ["--model.name", "hf:mixtral", "--mesh", "dp1", "--model.settings"]
+    load_checked_run((*words, '{"output_hidden_states": true, "output_attentions": true}'))
+    settings = '{"output_router_logits": true, "router_aux_loss_coef": 0.01}'
+    run = load_checked_run((*words, settings))
+    (note,) = prepared(run)[1]
+    assert note.endswith("even load of experts (config.json: router_aux_loss_coef 0.01)")
+    assert FAMILIES["hf:mixtral"].hf.config.whole.write(run.model)["output_router_logits"]  # type: ignore[union-attr]
+
+
 def test_skipped_layers_are_0() -> None:
     settings = {"settings": '{"layerdrop": 0.25, "dropout": 0.1}'}
     config = config_of("opt", TINY | settings)
@@ -242,6 +271,7 @@ def test_what_the_transforms_refuse_is_whole_and_said() -> None:
     ("name", "rows"),
     [
         ("olmo2", {"q_norm.weight": ["heads"], "k_norm.weight": ["kv_heads"]}),
+        ("glm4", {"q_proj.weight": ["heads", None], "k_proj.weight": ["kv_heads", None]}),
         pytest.param("gpt_oss", {"sinks": ["heads"]}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"kv_b_proj.weight": ["heads", None]}, marks=pytest.mark.slow),
         pytest.param(
@@ -250,8 +280,11 @@ def test_what_the_transforms_refuse_is_whole_and_said() -> None:
     ],
 )
 def test_attention_is_sharded_by_heads(name: str, rows: dict[str, Any]) -> None:
-    """It was whole: norms over all heads, sinks, latents, numbers of heads that are attributes."""
-    run, notes = prepared(load(["--model.name", f"hf:{name}", "--mesh", "tp2"], FAMILIES))
+    """It was whole: norms over all heads, sinks, latents, numbers of heads that are attributes, pairs
+    of one sequence that are turned.
+    """
+    words = ["--model.name", f"hf:{name}", "--mesh", "tp2", "--batch.micro_size", "1"]
+    run, notes = prepared(load(words, FAMILIES))
     axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
     assert {row: axes[f"layer*.layer.self_attn.{row}"] for row in rows} == rows
     assert not [note for note in notes if "self_attn" in note]

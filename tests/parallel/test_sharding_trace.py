@@ -39,6 +39,7 @@ from weft.checkpoint.state import param_values
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.core.model_config import AxisTable
+from weft.core.shard import Stacked
 from weft.models.common.batch import Batch, forward
 from weft.models.common.experts import Dispatch, Experts
 from weft.models.common.init import named_parameters
@@ -687,6 +688,62 @@ def test_attention_computed_in_place_is_followed_through_its_products() -> None:
             assert compare(Shape(block, PLAIN), layout) < TOLERANCE
     one = {"micro_size": 1, "microbatches": 4}
     assert compare(Shape(ByHand, PLAIN), "tp2", **one) < TOLERANCE
+
+
+class TwelveInterleavedHeads(InlineMLP):
+    """q, k and v of each of 12 heads side by side: a third of the rows holds four whole heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q, self.k, self.v
+        self.qkv = linear(D, 3 * 12 * K)
+        self.o = linear(12 * K, D)
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(y).unflatten(-1, (-1, 3 * K)).chunk(3, dim=-1)
+        return self.o(self.attend(q, k, v, batch).flatten(2))
+
+
+class GateOfOtherOrder(InlineMLP):
+    """Features of one linear times those of another, which ranks hold in two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = linear(D, FFN)
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.up(y) * self.halves(y))
+
+
+@pytest.mark.parametrize(
+    ("block", "row", "message"),
+    [
+        (
+            TwelveInterleavedHeads,
+            {"layer*.qkv.weight": (Stacked(*[("heads", 12)] * 3), "embed")},
+            "a row-parallel linear reads features in another order than its own",
+        ),
+        (
+            GateOfOtherOrder,
+            {"layer*.halves.weight": (Stacked(*[("ffn", FFN // 2)] * 2), "embed")},
+            "mul of sharded dims that ranks hold in different orders",
+        ),
+    ],
+)
+def test_features_in_another_order_than_declared_are_rejected(
+    block: Callable[[], nn.Module], row: AxisTable, message: str
+) -> None:
+    """Before, both were trained with other numbers."""
+    assert message in rejection(block, "tp2", {**PLAIN, **row})
+
+
+def test_a_view_keeps_the_dim_of_one_sequence_before_sharded_heads() -> None:
+    """Before, the sharded unit was in the first dim: pairs of one sequence could not be turned."""
+    for num_heads in (1, 2):
+        heads = (DimFactor(num_heads, sharded=True),)
+        pairs = (whole_dim(1), heads, whole_dim(8), whole_dim(4), whole_dim(2))
+        turned = regroup(pairs, (1, num_heads, 8, 8), inferred=None, name="view")
+        assert turned[:2] == (whole_dim(1), heads)
 
 
 def test_a_product_of_one_sequence_keeps_its_heads_sharded() -> None:

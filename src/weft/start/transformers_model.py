@@ -130,20 +130,21 @@ def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool)
     """Noise, clips and parameters that are left out, and a comparison that could not be made."""
     from weft.models.transformers.build import architecture_of, clips_of, noise_of  # torch
     from weft.models.transformers.check import check_against_transformers
-    from weft.models.transformers.sizes import SETTINGS
+    from weft.models.transformers.sizes import SETTINGS, balance_losses
 
     settings = json.loads(values[SETTINGS] or "{}")
+    found = architecture_of(model_type, values)
     for what, left_out in (
+        ("a loss for an even load of experts", balance_losses(vars(found.config))),
         ("random noise", noise_of(model_type, settings)),
         ("parameters clipped within the forward", clips_of(settings)),
     ):
         if left_out:
             names = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
             yield f"trained without {what} (config.json: {names})"
-    untrained = architecture_of(model_type, values).untrained
-    if untrained:
-        names = counted(len(untrained), "parameter")
-        yield f"not trained, as no gradient reaches them: {names} (such as {min(untrained)})"
+    if found.untrained:
+        names = counted(len(found.untrained), "parameter")
+        yield f"not trained, as no gradient reaches them: {names} (such as {min(found.untrained)})"
     note = check_against_transformers(model_type, values, packs_documents=packs_documents)
     if note:
         yield note

@@ -169,6 +169,8 @@ FIXED_EVERYWHERE: tuple[Fixed, ...] = (
     Fixed("add_cross_attention", (False,)),
     Fixed("pruned_heads", ({},)),
     Fixed("per_layer_config"),
+    Fixed("use_mrope", (False,)),
+    Fixed("rope_interleaved", (False,)),
 )
 """Keys of every architecture; without values a key must be missing or null."""
 
@@ -183,10 +185,12 @@ IGNORED = frozenset(
     top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    unsloth_fixed unsloth_version is_llama_config transformers.js_config neftune_noise_alpha model_max_length unk_token_id
+    n_special predict_special_tokens output_past
     """.split()  # noqa: SIM905 - words, not code
 )
 """Keys that change no logit: names, token ids, dropout (0, unless --model.dropout says so), starting values, defaults
-of generation.
+of generation, notes of the tools that wrote the file.
 """
 
 

@@ -19,6 +19,11 @@ from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.common.rope import Rope, YarnScaling, rotate
 from weft.models.deepseek.config import Config
 
+LATENT_EPS = 1e-6
+"""Added to the mean square of latents, as in DeepSeek's and transformers' code: `rms_norm_eps` is of
+all other norms.
+"""
+
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): low-rank queries, keys and
@@ -47,7 +52,6 @@ class LatentAttention(nn.Module):
         v_head_dim: int,
         rope: Rope,
         scale: float,
-        norm_eps: float,
     ) -> None:
         super().__init__()
         self.rope = rope
@@ -60,12 +64,12 @@ class LatentAttention(nn.Module):
         self.region_input = RegionInput()
         if q_lora_rank:
             self.q_a = nn.Linear(dim, q_lora_rank, bias=False)
-            self.q_a_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps)
+            self.q_a_norm = nn.RMSNorm(q_lora_rank, eps=LATENT_EPS)
             self.q_b = nn.Linear(q_lora_rank, q_width, bias=False)
         else:
             self.q = nn.Linear(dim, q_width, bias=False)
         self.kv_a = nn.Linear(dim, kv_lora_rank + self.rope_size, bias=False)
-        self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps)
+        self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=LATENT_EPS)
         self.kv_b = nn.Linear(kv_lora_rank, heads * (self.nope_size + self.v_size), bias=False)
         self.o = nn.Linear(heads * self.v_size, dim, bias=False)
         self.attend = Attend(scale=scale)
@@ -221,7 +225,6 @@ def _attention(cfg: Config) -> LatentAttention:
         v_head_dim=cfg.v_head_dim,
         rope=rope,
         scale=cfg.qk_head_dim**-0.5 * yarn.sharpness,
-        norm_eps=cfg.norm_eps,
     )
 
 

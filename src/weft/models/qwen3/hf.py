@@ -19,7 +19,6 @@ from weft.models.common.decoder_hf import (
 
 KEYS = (
     *DECODER_KEYS,
-    Key("head_dim", "head_size", default=128),
     Key("max_position_embeddings", "max_seq_len", default=32_768),
     Key("tie_word_embeddings", "tied", default=False),
 )
@@ -36,7 +35,7 @@ HF = HFMapping(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     config=ConfigMapping(
-        keys=(*KEYS, Key("intermediate_size", "ffn")),
+        keys=(*KEYS, Key("head_dim", "head_size", default=128), Key("intermediate_size", "ffn")),
         fixed=FIXED,
         rope=ScaledRope(("default", *KINDS)),
         ignored=IGNORED,

@@ -13,6 +13,7 @@ from weft.models.common.decoder_hf import (
     ROTARY_BUFFERS,
     ROUTER,
     decoder_rules,
+    full_width_head_size,
     packed_experts,
     published_experts,
 )
@@ -30,6 +31,7 @@ HF = HFMapping(
     config=ConfigMapping(
         keys=(
             *KEYS,
+            Key("head_dim", "head_size", default=full_width_head_size),
             Key("num_experts", "experts", default=_num_experts),
             Key("num_experts_per_tok", "top_k", default=8),
             Key("moe_intermediate_size", "expert_ffn", default=768),

@@ -28,6 +28,7 @@ from weft.models.transformers.sizes import (
     LABELS,
     NONE,
     OF_INFERENCE,
+    OUTPUTS,
     SETTINGS,
     TINY,
     TOKENS,
@@ -73,7 +74,7 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     fields = dict(fields_of(default))
     settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
     given: dict[str, Any] = {
-        attribute: None if values[field] == NONE else values[field]
+        attribute: _left_out(default, attribute) if values[field] == NONE else values[field]
         for field, attribute in fields.items()
     }
     if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
@@ -99,6 +100,13 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     except Exception as error:
         what = f"{PREFIX}{model_type}: transformers rejects the config: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
+
+
+def _left_out(default: Any, attribute: str) -> int | None:
+    """A size that a config leaves out: null where its class does, else 0, as experts of a dense
+    Granite 4.
+    """
+    return None if vars(default).get(attribute) is None else NONE
 
 
 def random_of(model_type: str, config: Mapping[str, Any]) -> dict[str, float]:
@@ -185,6 +193,7 @@ def build(config: Any, *, implementation: str = NAME, labels: int = 0) -> nn.Mod
     own = type(config).from_dict(config.to_dict())
     vars(own).update(dict.fromkeys(clips_of(vars(own))))  # past the checks of its types
     vars(own).update(dict.fromkeys(vars(own).keys() & set(OF_INFERENCE), 0))
+    vars(own).update(dict.fromkeys(vars(own).keys() & set(OUTPUTS), False))
     own.dtype = None  # of a folder: classes for labels would make it the default of all threads
     own._attn_implementation_internal = implementation
     own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER

@@ -1,9 +1,10 @@
-"""Whether the chain of blocks computes what transformers' own model does: logits of a few tokens in float64."""
+"""Whether the chain of blocks computes what transformers' own model does: logits of a few tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -65,14 +66,9 @@ def _compare(found: Architecture, *, packs_documents: bool) -> None:
     ids = torch.randint(vocab, (ROWS, LENGTH), generator=generator)
     batch = token_batch(ids, ids)
     with torch.no_grad():
+        right, dtype = _expected(found, batch)
         try:
-            with WideConstants():
-                right = _logits(_filled(found, EAGER), batch, is_scored=found.labels > 0)
-        except Exception as error:
-            what = f"transformers' own forward fails: {type_and_message(error)}"
-            raise PlanError(Fault(KEY, what, fix=OTHER)) from error
-        try:
-            own = adapt(_filled(found, found.captured.implementation))
+            own = adapt(_filled(found, found.captured.implementation, dtype))
             blocks = blocks_of_model(own, found.captured)
             logits = forward(blocks, batch)
         except Exception as error:
@@ -85,6 +81,25 @@ def _compare(found: Architecture, *, packs_documents: bool) -> None:
         raise PlanError(Fault(KEY, what, got=got, need=f"at most {TOLERANCE:.0e}", fix=OTHER))
     if packs_documents:
         _check_documents(blocks, batch, TOLERANCE * float(right.abs().max()))
+
+
+def _expected(found: Architecture, batch: Batch) -> tuple[Tensor, torch.dtype]:
+    """The logits of transformers' own model, in float64, or in float32 where its code asks for that.
+
+    Raises:
+        PlanError: it does not run in either.
+    """
+    errors: list[Exception] = []
+    for dtype in (torch.float64, torch.float32):
+        types = WideConstants() if dtype == torch.float64 else nullcontext()
+        try:
+            with types:
+                lm = _filled(found, EAGER, dtype)
+                return _logits(lm, batch, is_scored=found.labels > 0), dtype
+        except Exception as error:  # noqa: BLE001 - the first one is raised below
+            errors.append(error)
+    what = f"transformers' own forward fails: {type_and_message(errors[0])}"
+    raise PlanError(Fault(KEY, what, fix=OTHER)) from errors[0]
 
 
 @torch.no_grad()
@@ -107,11 +122,11 @@ def _check_documents(blocks: Mapping[str, nn.Module], batch: Batch, tolerance: f
         raise PlanError(Fault("data.packing", what, got=got, fix=fix))
 
 
-def _filled(found: Architecture, implementation: str) -> nn.Module:
+def _filled(found: Architecture, implementation: str, dtype: torch.dtype) -> nn.Module:
     """The model with the same values for each implementation."""
     with torch.device("cpu"), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
-        lm = found.build(implementation).double()
+        lm = found.build(implementation).to(dtype)
         stored = lm.state_dict(keep_vars=True).values()
         for x in {id(x): x for x in stored if x.is_floating_point()}.values():
             x.add_(torch.randn_like(x), alpha=NOISE)

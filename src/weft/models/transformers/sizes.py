@@ -166,6 +166,10 @@ scores within which Phi-3.5-MoE's router weighs experts.
 """
 OF_INFERENCE = ("rescale_every",)
 """Keys by which inference divides weights and activations by powers of 2, for types of 16 bits."""
+OUTPUTS = ("output_router_logits", "output_hidden_states", "_output_attentions", "use_cache")
+"""Keys by which a forward returns more than logits: hooks that it adds to its modules keep it, and
+caches need layers of attention.
+"""
 NONE = 0
 """Value of a size that a config leaves out and that does not follow: experts of a model without."""
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -232,6 +236,12 @@ def is_noise(model_type: str, name: str, value: object) -> bool:
 def is_clip(name: str, value: object) -> bool:
     """Whether a key of config.json has parameters clipped within the forward of training."""
     return _has_word(name, value, ("coef_clip",))
+
+
+def balance_losses(config: Mapping[str, Any]) -> dict[str, float]:
+    """Weights of the losses that a config of transformers adds for an even load of experts."""
+    is_asked = config.get(OUTPUTS[0], False)
+    return {k: x for k, x in config.items() if is_asked and _has_word(k, x, ("aux_loss",))}
 
 
 def _has_word(name: str, value: object, words: tuple[str, ...]) -> bool:

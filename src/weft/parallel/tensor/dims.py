@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 DECLARE_AXES = (
     "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
@@ -74,6 +75,19 @@ def length(dim: Dim) -> int:
     return math.prod(factor.size for factor in dim)
 
 
+def order(dim: Dim) -> tuple[Fraction, ...]:
+    """Shares of the parts that ranks hold of a sharded dim one after the other; none: one part, or
+    a whole dim.
+    """
+    factors = [factor for factor in dim if factor.size > 1 or factor.sharded]
+    last = next((place for place, factor in enumerate(factors) if factor.sharded), 0)
+    num_parts = length(tuple(factors[:last]))
+    parts = factors[last].parts if is_sharded(dim) else ()
+    shares = tuple(Fraction(part, sum(parts)) for part in parts) or (Fraction(1),)
+    found = tuple(share / num_parts for share in shares * num_parts)
+    return found if is_sharded(dim) and len(found) > 1 else ()
+
+
 def canonical(factors: Sequence[DimFactor]) -> Dim:
     """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous,
     too.
@@ -115,6 +129,11 @@ def regroup(
     is_new_first = inferred != 0 and len(dims) > 1 and tuple(sizes) == (1, *map(length, dims))
     if is_new_first and not has_tokens:  # products of one sequence: [H, S, K] to [1, H, S, K]
         return (whole_dim(1), *dims)
+    num_kept = 0 if has_tokens else _num_kept(dims, sizes)
+    if num_kept:
+        later = None if inferred is None or inferred < num_kept else inferred - num_kept
+        others = regroup(dims[num_kept:], sizes[num_kept:], inferred=later, name=name)
+        return (*dims[:num_kept], *others)
     stream: list[DimFactor] = []
     for dim in dims:
         stream.extend(factor for factor in dim if factor.size > 1 or factor.sharded)
@@ -158,6 +177,16 @@ def _is_same_shape(dims: Dims, sizes: Sequence[int], inferred: int | None) -> bo
     if tuple(sizes) != tuple(map(length, kept)) or dropped != (whole_dim(1),) * len(dropped):
         return False
     return inferred is None or is_sharded(dims[inferred]) or not any(map(is_sharded, dims))
+
+
+def _num_kept(dims: Dims, sizes: Sequence[int]) -> int:
+    """The first dims, up to one that is sharded, where a view has all their sizes: the dim of one
+    sequence before two heads is not taken for a unit of theirs. 0: it has others.
+    """
+    place = next((place for place, dim in enumerate(dims) if is_sharded(dim)), len(dims))
+    kept = dims[: place + 1]
+    has_sizes = place < len(dims) and tuple(sizes[: place + 1]) == tuple(map(length, kept))
+    return place + 1 if has_sizes else 0
 
 
 def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:

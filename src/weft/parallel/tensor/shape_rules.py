@@ -131,7 +131,7 @@ def split_dim(op: TracedOp) -> list[Dims]:
 
 def _check_parts(op: TracedOp, dim: Dim, sizes: tuple[int, ...]) -> None:
     """Raise ShardingError unless these pieces of a sharded dim are parts of a Stacked one."""
-    parts = dim[0].parts if len(dim) == 1 else ()
+    parts = _parts(dim)
     if op.name != "slice":
         if sizes != parts:
             raise ShardingError(
@@ -168,9 +168,14 @@ def cat(op: TracedOp) -> list[Dims]:
         return [with_dim(dims, place, whole_dim(size))]
     if not all(sharded):
         raise ShardingError("cat of a sharded dim and a whole one")
-    parts = tuple(map(length, along))
+    parts = tuple(part for dim in along for part in _parts(dim))
     stacked = DimFactor(sum(parts), sharded=True, parts=parts)
     return [with_dim(dims, place, (stacked,))]
+
+
+def _parts(dim: Dim) -> tuple[int, ...]:
+    """Local sizes of the parts of a sharded dim."""
+    return (dim[0].parts if len(dim) == 1 else ()) or (length(dim),)
 
 
 def stack(op: TracedOp) -> list[Dims]:

@@ -17,7 +17,7 @@ from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import MAGNITUDE, adapter_input, magnitude_of
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.autograd.tree import map_leaves
-from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
+from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, order, whole_dims
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
 
 SIZES_IN_REGION = (
@@ -49,6 +49,10 @@ class TracedRow(nn.Module):
         out_features, local_in_features = self.linear.weight.shape
         if in_features != local_in_features:
             raise self._wrong_length(in_features)
+        if order(x_dims[-1]) != order(trace.value(self.weight).dims[1]):
+            raise ShardingError(
+                "a row-parallel linear reads features in another order than its own"
+            )
         for name, param in self.linear.named_parameters():
             if name not in ("bias", f"{MAGNITUDE}.weight"):  # they come after the sum
                 value = trace.value(param)
@@ -259,8 +263,7 @@ def _are_shared(
         heads.append(value.dims[0])
     if len(set(map(is_sharded, heads))) > 1:
         raise ShardingError("attention of sharded heads with whole ones")
-    orders = {tuple(part / length(dim) for part in dim[0].parts) for dim in heads}
-    if len(orders) > 1:
+    if len(set(map(order, heads))) > 1:
         raise ShardingError("attention of heads that ranks hold in another order")
     if num_heads % num_kv_heads:
         raise ShardingError(

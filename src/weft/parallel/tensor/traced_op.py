@@ -17,6 +17,7 @@ from weft.parallel.tensor.dims import (
     is_repeated,
     is_sharded,
     length,
+    order,
 )
 
 
@@ -110,6 +111,8 @@ def _broadcast_dim(name: str, aligned: Sequence[Dim], size: int) -> Dim:
     if sharded and whole:
         num_entries = length(whole[0])
         raise ShardingError(f"{name} of a sharded dim with a whole one of {num_entries} entries")
+    if len(set(map(order, sharded))) > 1:
+        raise ShardingError(f"{name} of sharded dims that ranks hold in different orders")
     if sharded:
         return canonical(sharded[0])
     return (DimFactor(size, repeated=not whole),)
