@@ -488,24 +488,6 @@ def test_any_number_of_a_module_of_others_shows_that_it_begins_to_drop() -> None
         assert found[0].equal(found[1]), "torch's generator drew the mask"
 
 
-def test_code_of_others_that_begins_to_drop_without_the_mode_is_an_error() -> None:
-    """Its probability is no attribute that is looked at: masks of torch's generator differ by layout."""
-    ids = torch.zeros(2, 8, dtype=torch.int64)
-    batch = with_draw_keys(token_batch(ids, ids), range(2), seed=0)
-    schedule = {"rate": 0.0}
-
-    class Block(nn.Module):
-        def forward(self, x: Tensor, _: object) -> Tensor:
-            return F.dropout(x, schedule["rate"])
-
-    plain = DroppingBlock("layer0", Block(), None, ShardingRank())
-    for _ in range(2):
-        assert plain(torch.ones(2, 8), batch).equal(torch.ones(2, 8))
-    schedule["rate"] = P
-    with pytest.raises(PlanError, match="layer0: draws random numbers, and has dropped nothing"):
-        plain(torch.ones(2, 8), batch)
-
-
 def test_factors_that_broadcast_are_multiplied() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     y = times_factors(x, lambda dtype: torch.tensor([[2.0], [0.0]], dtype=dtype))

@@ -28,10 +28,6 @@ from weft.parallel.model.chain import PlainChain
 from weft.parallel.model.compiled_block import CompiledBlock
 from weft.parallel.recompute.blocks import OffloadedBlock, RecomputedBlock
 
-BEGINS_TO_DROP = "draws random numbers, and has dropped nothing in a training forward before"
-PROBABILITY = "dropout in every training forward, or a probability that shows a change"
-CHANGED_PROBABILITY = "keep the probability in an attribute of its module"
-
 
 def sharding_rank(comm: Comm) -> ShardingRank:
     """This rank among those that share activations."""
@@ -181,8 +177,6 @@ class DroppingBlock(nn.Module):
 
     A block of users' code is seen to drop nothing in its first training forward; the later ones run
     without the mode, until a number that a module has as an attribute is changed, as a probability.
-    One of them that draws random numbers all the same is an error: torch's generator differs between
-    layouts.
     """
 
     def __init__(
@@ -198,7 +192,7 @@ class DroppingBlock(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Any:
         """The block's own forward."""
         if self._without is not None and self._without == dropout_settings(self.block):
-            return self._run_without_mode(x, batch)
+            return self.block(x, batch)
         mode = CounterDropout(
             self.name.text,
             batch.draw_keys,
@@ -212,33 +206,6 @@ class DroppingBlock(nn.Module):
         if batch.draw_keys is not None:
             self._without = None if mode.num_calls else dropout_settings(self.block)
         return out
-
-    def _run_without_mode(self, x: Tensor, batch: Batch) -> Any:
-        """The block's own forward, which must draw nothing.
-
-        Raises:
-            PlanError: it draws from the default generator of the batch's device.
-        """
-        device = batch.inputs.device
-        before = _generator_state(device)
-        out = self.block(x, batch)
-        if _generator_state(device) != before:
-            raise PlanError(
-                Fault(self.name.text, BEGINS_TO_DROP, need=PROBABILITY, fix=CHANGED_PROBABILITY)
-            )
-        return out
-
-
-def _generator_state(device: torch.device) -> bytes:
-    """The state of the generator that dropout of torch draws from; b"" on the meta device."""
-    if device.type == "meta":
-        return b""
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-    else:
-        state = torch.get_device_module(device).get_rng_state(device)
-    # bytes: a comparison of tensors is an operation of its own to the modes that watch a forward
-    return state.numpy().tobytes()
 
 
 def block_as_written(block: nn.Module) -> nn.Module:
