@@ -19,13 +19,15 @@ from hypothesis import strategies as st
 from tests.checkpoint.test_memory import steps_of, train
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
+from weft.checkpoint.format import data_file_name
 from weft.checkpoint.holders import HolderShift, choose_holders
-from weft.checkpoint.node_memory import FACTS, NodeMemory, _pieces_here
+from weft.checkpoint.node_memory import FACTS, NodeMemory, _pieces_here, _shift_file
 from weft.checkpoint.pieces import NO_STEP, Pieces, first_holders, newest_whole, pieces_in, text_of
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.core.mesh import Mesh
+from weft.errors import CheckpointError
 from weft.run import node_folder
 from weft.run.node_folder import open_node_folder
 from weft.run.rank_status import StatusBoard
@@ -185,6 +187,24 @@ def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_non
         assert steps_of(events)[0][0] == 1
         run_folder = memory / "left" / "pieces"
         assert list(checkpoints(run_folder)) != []
+
+
+@pytest.mark.parametrize("fault", ["absent", "unreadable"])
+def test_a_file_that_one_rank_cannot_send_is_an_error_on_all_ranks(fault, tmp_path):
+    """Before the other one waits for its bytes."""
+
+    def rank(comm: Comm) -> None:
+        folder = tmp_path / str(comm.rank)
+        folder.mkdir()
+        own = folder / data_file_name(comm.rank)
+        if comm.rank == 0:
+            own.write_bytes(b"bytes")
+        elif fault == "unreadable":
+            (own / "entry").mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=f"{data_file_name(1)}.*cannot be sent"):
+            _shift_file(comm, HolderShift("dp", 1), folder, data_file_name)
+
+    run_ranks("dp2", rank, timeout_s=20)
 
 
 def test_a_node_without_a_folder_is_known_to_all_ranks(tmp_path):

@@ -14,8 +14,9 @@ from weft.checkpoint import transfer
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import Saver
-from weft.checkpoint.transfer import distribute, ranks_without_folder
+from weft.checkpoint.transfer import distribute, distribute_file, ranks_without_folder
 from weft.comm.comm import Comm
+from weft.errors import CheckpointError
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 
@@ -128,6 +129,20 @@ def test_a_host_that_cannot_write_its_copy_is_an_error_on_all_ranks(tmp_path):
             distribute(comm, checkpoint_path(run_folder, 1))
 
     run_ranks("dp4", rank)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(tmp_path, root):
+    """Before one of them waits for the bytes of another: what is measured here is a folder."""
+    source = tmp_path / "rank-0.safetensors"
+    source.mkdir()
+    (source / "entry").touch()
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(CheckpointError, match=r"rank-0\.safetensors.*cannot be sent"):
+            distribute_file(comm, source, None, root=root)
+
+    run_ranks("dp2", rank, timeout_s=20)
 
 
 def test_a_folder_that_cannot_be_written_is_left_to_the_first_save():

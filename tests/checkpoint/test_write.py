@@ -95,6 +95,27 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "what rank 1 has written cannot be read (got Is a directory"),
+        ("", "what rank 1 has written is damaged"),
+    ],
+)
+def test_what_a_rank_has_written_and_cannot_be_read_is_a_failed_save(tmp_path, content, words):
+    final = checkpoint_path(tmp_path, 1)
+    tmp = temporary_path(final)
+    written(tmp, [held()])
+    second = tmp / "rank-00001.json"
+    if content is None:
+        second.mkdir()
+    else:
+        second.write_text(content)
+    with rejected(words):
+        commit(tmp, final, facts_of(), ranks=2)
+    assert not tmp.exists()
+
+
+@pytest.mark.parametrize(
     ("pieces", "words"),
     [
         (

@@ -118,6 +118,15 @@ def test_what_is_no_array_of_objects_is_rejected_with_the_item(tmp_path, content
     assert why in str(error.value)
 
 
+@pytest.mark.parametrize("behind", [b'\n[{"text": "b"}]', b" " * 20 + b"x", b"\xc3"])
+def test_text_behind_an_array_that_ends_a_block_is_found(tmp_path, monkeypatch, behind):
+    array = b'[{"text": "a"}]'
+    (tmp_path / "a.json").write_bytes(array + behind)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", len(array))
+    with pytest.raises(DataError, match="after item 1"):
+        list(row_files.array_rows(tmp_path / "a.json"))
+
+
 @pytest.mark.parametrize("kept_below", [0, 2**20])
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, monkeypatch, kept_below):
     monkeypatch.setattr(tokens, "MIN_ON_DISK_BYTES", kept_below)

@@ -22,6 +22,7 @@ import pytest
 
 from weft.config.schema import DataConfig
 from weft.data import streams
+from weft.data.inputs import local_file
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import tokenizer_of
 from weft.data.row_files import tar_rows
@@ -201,6 +202,22 @@ def test_a_folder_that_is_downloaded_into_is_not_removed(
         fcntl.flock(lock, fcntl.LOCK_EX)
         make_room()
     assert [file.path.exists() for file in files] == [True, False, True]
+
+
+def test_a_file_stays_in_the_cache_as_long_as_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, server: tuple[str, type[Server]]
+) -> None:
+    """While another process makes room for its own; here the bound is below a single file."""
+    url, _ = server
+    monkeypatch.setenv(CACHE_VARIABLE, str(1 / GIB))
+    first, second = RemoteFile(f"{url}/a.txt"), RemoteFile(f"{url}/b.txt")
+    with local_file(first) as path:
+        with local_file(second) as other:
+            assert path.read_bytes() == other.read_bytes() == TEXT
+        make_room()
+        assert (first.path.exists(), second.path.exists()) == (True, False)
+    make_room()
+    assert not first.path.parent.exists()
 
 
 def test_a_folder_that_is_removed_while_its_lock_is_awaited_is_made_again(

@@ -459,6 +459,35 @@ def test_code_of_others_that_drops_nothing_runs_without_the_mode_from_its_second
     assert BlockName("layer0") == BlockName("layer1")
 
 
+def test_any_number_of_a_module_of_others_shows_that_it_begins_to_drop() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    batch = with_draw_keys(token_batch(ids, ids), range(2), seed=0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = 0.0
+            self.inner = nn.Dropout(P)
+            self.inner.eval()
+
+        def forward(self, x: Tensor, _: object) -> Tensor:
+            return self.inner(F.dropout(x, self.rate))
+
+    for change in ({"rate": P}, {"training": True}):
+        found = []
+        for seed in (0, 1):
+            block = Block()
+            dropping = DroppingBlock("layer0", block, None, ShardingRank())
+            for _ in range(2):
+                assert dropping(torch.ones(2, 8), batch).equal(torch.ones(2, 8))
+            for name, value in change.items():
+                setattr(block if name == "rate" else block.inner, name, value)
+            torch.manual_seed(seed)
+            found.append(dropping(torch.ones(2, 8), batch))
+        assert not found[0].equal(torch.ones(2, 8))
+        assert found[0].equal(found[1]), "torch's generator drew the mask"
+
+
 def test_factors_that_broadcast_are_multiplied() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     y = times_factors(x, lambda dtype: torch.tensor([[2.0], [0.0]], dtype=dtype))

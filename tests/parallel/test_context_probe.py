@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,3 +235,34 @@ def test_parallelize_rejects_own_attention_in_a_model(mesh: str) -> None:
 
     with pytest.raises(weft.WeftError, match="layer3: mixes tokens outside of Attend"):
         run_ranks(mesh, rank)
+
+
+def test_answers_that_are_kept_keep_no_block_and_no_tensor() -> None:
+    block = SeamAttention()
+    left = weakref.ref(block), weakref.ref(block.qkv.weight)
+    check_blocks({"layer0": block}, hidden_shape=(DIM,))
+    del block
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
+
+
+def test_a_tensor_that_gets_the_id_of_a_freed_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the answer for the freed block would be that for one that mixes tokens."""
+    monkeypatch.setattr(probe, "MOST_TABLE_ENTRIES", 4)
+    monkeypatch.setattr(probe, "id", lambda tensor: 7, raising=False)
+
+    class Mixture(nn.Module):
+        def __init__(self, mixing: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("mixing", mixing)
+
+        def forward(self, x: Tensor, batch: Batch) -> Tensor:
+            return x if self.mixing.equal(torch.eye(8)) else x + x.mean(1, keepdim=True)
+
+    block = Mixture(torch.eye(8))
+    check_blocks({"layer0": block}, hidden_shape=(DIM,))
+    del block
+    with pytest.raises(weft.WeftError, match="layer0"):
+        check_blocks({"layer0": Mixture(torch.ones(8, 8))}, hidden_shape=(DIM,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import weft
 from tests.matrix.layouts import Case, batches, check, shallow
@@ -16,7 +16,8 @@ from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import Context
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
-from weft.models.common.attention import Attend
+from weft.models.common.attention import Attend, FusedAttention, set_implementations
+from weft.models.common.attention_spec import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.start.prove_run import prove_config
 from weft.testing import run_ranks
@@ -143,6 +144,29 @@ def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context
         f"(need `requirements` that {name} attention can compute). "
         "Fix: use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
     ) in str(caught.value)
+
+
+class ComputedSinks(Attend):
+    """Its sinks are computed from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(2))
+
+    @property
+    def requirements(self) -> AttentionSpec:
+        return AttentionSpec(sinks=self.raw.exp())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return FusedAttention()(q, k, v, batch, self.requirements)
+
+
+def test_declared_sinks_that_are_no_parameter_are_rejected() -> None:
+    """Before, they became a parameter, which was trained in place of the one that they are of."""
+    block = nn.ModuleDict({"attend": ComputedSinks()})
+    with pytest.raises(weft.WeftError, match=r"layer0\.attend: declares sinks that are not its"):
+        set_implementations(block, FusedAttention, name="layer0")
+    assert [name for name, _ in block.named_parameters()] == ["attend.raw"]
 
 
 def test_weft_prove_takes_a_config_with_cp() -> None:

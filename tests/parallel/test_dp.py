@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from tests.matrix import layouts
 from tests.matrix.layouts import LR, Case, batches, own_micro_batches
 from tests.one_device import micro_batches
@@ -340,3 +341,23 @@ def test_a_parameter_that_is_no_longer_used_decays_only_where_its_gradient_is_ze
 
     for found in run_ranks("dp2", rank):
         assert found == [True, True, False]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicas", "fsdp"])
+def test_a_full_state_dict_keeps_its_values_while_the_script_trains_on(wrap: str) -> None:
+    def rank(comm: Comm) -> bool:
+        plain = nn.Linear(2, 2)
+        net = {
+            "ddp": lambda: DistributedDataParallel(plain, comm),
+            "replicas": lambda: weft.DataParallel(plain, ["cpu"]),
+            "fsdp": lambda: weft.FullyShardedDataParallel(plain, comm),
+        }[wrap]()
+        best = net.full_state_dict()
+        kept = copy.deepcopy(best)
+        net(torch.ones(1, 2)).sum().backward()
+        net.finish_gradient_synchronization()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        assert not torch.equal(net.full_state_dict()["weight"], kept["weight"])
+        return all(torch.equal(best[name], value) for name, value in kept.items())
+
+    assert run_ranks("dp2", rank) == [True, True]

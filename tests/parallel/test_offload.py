@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -132,6 +133,26 @@ def test_a_backward_that_does_not_wait_reads_other_numbers(monkeypatch: pytest.M
 
     monkeypatch.setattr(copying, "start", without_wait)
     assert any(bool(each.isnan().any()) for each in gradients(blocks, 1))
+
+
+def test_memory_of_a_backward_that_fails_is_freed_behind_the_copies_into_it() -> None:
+    copying = LateCopying()
+    blocks = chain_of(4, copying)
+    y = some_input(torch.float64) * 1.5
+    for number, block in enumerate(blocks):
+        y = block(y, some_batch())
+        if number == 1:
+            y.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        y.square().sum().backward()
+    assert copying.queue, "the block before the failure is on its way back"
+    del y
+    gc.collect()
+    assert not copying.queue
+
+
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def test_copies_back_are_one_block_ahead() -> None:

@@ -111,6 +111,39 @@ def test_a_freed_parameter_is_nan_and_writing_it_is_an_error() -> None:
     rejected(written, "0.weight: was written while its memory is freed")
 
 
+def fill_data(weight: nn.Parameter) -> None:
+    weight.data.fill_(1.0)
+
+
+def give_data(weight: nn.Parameter) -> None:
+    weight.data = torch.ones(3, 3)
+
+
+@pytest.mark.parametrize("write", [nn.init.zeros_, fill_data, give_data])
+def test_a_freed_parameter_that_was_written_is_an_error_of_state_dicts(
+    write: Callable[[nn.Parameter], object],
+) -> None:
+    """They would have the former values."""
+
+    def written(comm: Comm) -> None:
+        net = zero3(net_of(3), comm)
+        write(net.module[0].weight)
+        with pytest.raises(PlanError, match="was written while its memory is freed"):
+            net.state_dict()
+        net.full_state_dict()
+
+    rejected(written, "0.weight: was written while its memory is freed")
+
+
+def test_memory_that_a_script_gives_a_freed_parameter_is_an_error_of_the_forward() -> None:
+    def given(comm: Comm) -> None:
+        net = zero3(net_of(3), comm)
+        give_data(net.module[0].weight)
+        net(torch.ones(2, 3))
+
+    rejected(given, "0.weight: was written while its memory is freed")
+
+
 @pytest.mark.parametrize("wrap", [zero2, zero3])
 def test_a_parameter_that_was_added_or_replaced_after_wrapping_is_rejected(wrap: Wrap) -> None:
     def added(comm: Comm) -> None:

@@ -92,6 +92,7 @@ def test_a_report_fits_into_a_pipe_that_is_not_read():
     [
         (-9, "process was killed by SIGKILL (out of memory?)"),
         (-11, "process was killed by SIGSEGV"),
+        (-35, "process was killed by signal 35"),
         (1, "process exited with code 1 before its function returned"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from weft import __version__
 from weft.checkpoint.coverage import coverage_flaw
@@ -101,6 +102,13 @@ def _read_rank_manifest(tmp: Path, rank: int) -> RankManifest:
         missing = Path(str(error.filename)).name
         fix = "all ranks need the same out folder: on several hosts, a shared one"
         raise CheckpointError(Fault(str(tmp), what, need=missing, fix=fix)) from None
+    except OSError as error:
+        what = f"what rank {rank} has written cannot be read"
+        raise CheckpointError(Fault(str(tmp), what, got=error.strerror or str(error))) from error
+    except ValidationError as error:
+        what = f"what rank {rank} has written is damaged"
+        got = error.errors()[0]["msg"]
+        raise CheckpointError(Fault(str(tmp / rank_manifest_name(rank)), what, got=got)) from error
     return manifest
 
 

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.folder import FOLDER, checkpoint_path, checkpoints, steps_of, temporary_path
 from weft.checkpoint.format import Facts, data_file_name, rank_manifest_name
@@ -44,7 +46,7 @@ from weft.checkpoint.transfer import (
     distribute,
     distribute_file,
     file_errors,
-    read_chunk,
+    read_on_all_ranks,
 )
 from weft.checkpoint.write import RankWrite, start_write
 from weft.comm.comm import Comm
@@ -245,22 +247,29 @@ def _shift_file(
     source = group[(place - shift.shift) % degree]
     own = folder / make_name(comm.rank)
     held = folder / make_name(source)
-    sizes = [int(text) for text in all_gather_text(comm, str(own.stat().st_size))]
+    lengths: list[int] = []
 
-    def exchange_chunk(start: int) -> None:
+    def measure() -> None:
+        with file_errors(own):
+            lengths.append(own.stat().st_size)
+
+    raise_on_all_ranks(comm, measure)
+    sizes = [int(text) for text in all_gather_text(comm, str(lengths[0]))]
+    for start in range(0, max(sizes), CHUNK_BYTES):
         sent = max(0, min(CHUNK_BYTES, sizes[comm.rank] - start))
         received = max(0, min(CHUNK_BYTES, sizes[source] - start))
         send_sizes = [0] * degree
         recv_sizes = [0] * degree
         send_sizes[(place + shift.shift) % degree] = sent
         recv_sizes[(place - shift.shift) % degree] = received
-        chunk = read_chunk(own, start, sent).to(comm.device)
+        chunk = read_on_all_ranks(comm, own, start, sent).to(comm.device)
         arrived = comm.all_to_all(chunk, shift.axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
-        with file_errors(held), held.open("xb" if start == 0 else "ab") as file:
-            file.write(arrived.cpu().numpy().data)
+        raise_on_all_ranks(comm, partial(_append, held, start, arrived.cpu()))
 
-    for start in range(0, max(sizes), CHUNK_BYTES):
-        raise_on_all_ranks(comm, partial(exchange_chunk, start))
+
+def _append(path: Path, start: int, chunk: Tensor) -> None:
+    with file_errors(path), path.open("xb" if start == 0 else "ab") as file:
+        file.write(chunk.numpy().data)
 
 
 def remove_pieces(memory: NodeMemory, *, below: int = 0, above: int | None = None) -> None:

@@ -98,7 +98,7 @@ def _collect_files(comm: Comm, own: Path | None, targets: dict[int, Path]) -> No
     chunk = max(1, min(CHUNK_BYTES, most_a_rank))
     for start in range(0, longest, chunk):
         size = min(chunk, longest - start)
-        row = read_chunk(own, start, size)
+        row = read_on_all_ranks(comm, own, start, size)
         own_rows = row.unsqueeze(0).to(comm.device)
         rows = comm.all_gather_world(own_rows).cpu()
         append = partial(_append, rows, targets, lengths, start)
@@ -188,7 +188,7 @@ def distribute_file(comm: Comm, source: Path, target: Path | None, *, root: int)
         num_bytes = min(CHUNK_BYTES, size - start)
         own = source if comm.rank == root else None
         # All ranks call the broadcasts, with zeros in place of what they do not have.
-        chunk = read_chunk(own, start, num_bytes).to(comm.device)
+        chunk = read_on_all_ranks(comm, own, start, num_bytes).to(comm.device)
         for axis in comm.mesh.wide_axes:
             comm.broadcast_(chunk, axis, root=coord[axis])  # at the end all have that of `root`
         raise_on_all_ranks(comm, partial(_write_chunk, chunk.cpu(), target))
@@ -202,13 +202,21 @@ def _write_chunk(chunk: Tensor, target: Path | None) -> None:
             os.fsync(file.fileno())
 
 
-def read_chunk(path: Path | None, start: int, num_bytes: int) -> Tensor:
-    """A part of a file, filled up with zeros; only zeros without a file."""
+def read_on_all_ranks(comm: Comm, path: Path | None, start: int, num_bytes: int) -> Tensor:
+    """A part of a file, filled up with zeros; only zeros without a file. Every rank must call it.
+
+    Raises:
+        CheckpointError: on all ranks, before one waits for another's part, if one cannot read its own.
+    """
     chunk = torch.zeros(num_bytes, dtype=torch.uint8)
-    if path is not None:
-        with path.open("rb") as file:
-            file.seek(start)
-            file.readinto(chunk.numpy().data)
+
+    def read() -> None:
+        if path is not None:
+            with file_errors(path), path.open("rb") as file:
+                file.seek(start)
+                file.readinto(chunk.numpy().data)
+
+    raise_on_all_ranks(comm, read)
     return chunk
 
 

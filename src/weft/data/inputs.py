@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,26 +53,32 @@ def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChun
     """The chunks of all inputs; `at` counts from the beginning of the first."""
     bytes_before = 0
     for source in inputs:
-        match source:
-            case HubDataset():
-                chunks = source.documents(options)
-            case GivenRows():
-                chunks = documents_of_rows(source.rows(), options)
-            case _:
-                chunks = read_documents(local_file(source), options)
-        for chunk in chunks:
-            at = bytes_before + chunk.at
-            yield replace(chunk, at=at)
+        with ExitStack() as stack:
+            match source:
+                case HubDataset():
+                    chunks = source.documents(options)
+                case GivenRows():
+                    chunks = documents_of_rows(source.rows(), options)
+                case _:
+                    path = stack.enter_context(local_file(source))
+                    chunks = read_documents(path, options)
+            for chunk in chunks:
+                at = bytes_before + chunk.at
+                yield replace(chunk, at=at)
         bytes_before += num_bytes_of(source)
 
 
-def local_file(source: Path | RemoteFile) -> Path:
-    """The file itself; of a URL the one in the cache, in which older ones make room for it."""
+@contextmanager
+def local_file(source: Path | RemoteFile) -> Iterator[Path]:
+    """The file itself; of a URL the one in the cache, in which older ones make room for it. It stays
+    there inside the block.
+    """
     if isinstance(source, Path):
-        return source
-    path = source.fetched()
-    make_room(keep=frozenset((path,)))
-    return path
+        yield source
+        return
+    with source.in_use() as path:
+        make_room(keep=frozenset((path,)))
+        yield path
 
 
 def inputs_read_as(sources: Sequence[str], inputs: Sequence[Input]) -> str:

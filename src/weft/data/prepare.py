@@ -298,8 +298,10 @@ def _encoded(
 
 def _records(source: Input, reader: RecordReader) -> Iterator[RenderedRecord]:
     if isinstance(source, (Path, RemoteFile)):
-        return reader.read(local_file(source))
-    return reader.read_rows(source.rows())
+        with local_file(source) as path:
+            yield from reader.read(path)
+    else:
+        yield from reader.read_rows(source.rows())
 
 
 def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:

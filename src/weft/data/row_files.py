@@ -22,6 +22,7 @@ DELIMITERS: dict[Kind, str] = {"csv": ",", "tsv": "\t"}
 ROW_KINDS: tuple[Kind, ...] = ("json_lines", "json_array", "csv", "tsv", "parquet", "tar")
 NOT_SPACE = re.compile(r"\S")
 FIX = "repair or remove the row"
+MORE_TEXT = "more text stands behind the array"
 BROKEN_HEADERS = (
     tarfile.InvalidHeaderError,  # type: ignore[attr-defined]  # typeshed leaves it out
     tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
@@ -197,9 +198,24 @@ def _array_items(content: IO[bytes]) -> Iterator[bytes]:
             num_read *= 2
             continue
         if item is None:
+            _check_nothing_behind(content, decoder)
             return
         yield text[slice(*item)].encode()
         place, before, num_read = item[1], ",", BLOCK_BYTES
+
+
+def _check_nothing_behind(content: IO[bytes], decoder: codecs.IncrementalDecoder) -> None:
+    """The blocks behind the one in which an array ends are white space.
+
+    Raises:
+        ValueError: they are not.
+    """
+    is_end = False
+    while not is_end:
+        block = content.read(BLOCK_BYTES)
+        is_end = not block
+        if decoder.decode(block, is_end).strip():
+            raise ValueError(MORE_TEXT)
 
 
 def _next_item(text: str, place: int, before: str) -> tuple[int, int] | None:
@@ -217,7 +233,7 @@ def _next_item(text: str, place: int, before: str) -> tuple[int, int] | None:
         is_end = before == "[" and text[place] == "]"
     if is_end:
         if text[place + 1 :].strip():
-            raise ValueError("more text stands behind the array")
+            raise ValueError(MORE_TEXT)
         return None
     if text[place] != "{":
         raise ValueError(f"{text[place]!r} in place of an object")

@@ -39,6 +39,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hub"}
 """Protocol -> extra of this package that installs its file system."""
 CACHE = "data"
 LOCK = ".lock"
+USE = ".use"
+"""Of a folder of the cache: what downloads into it locks the first, what reads files of it the other."""
 ANSWER = ".answer"
 """Files that a URL named, as JSON."""
 CACHE_VARIABLE = "WEFT_CACHE_GIB"
@@ -134,6 +136,25 @@ class RemoteFile:
                 part.rename(path)
             os.utime(path)  # the last use
         return path
+
+    @contextmanager
+    def in_use(self) -> Iterator[Path]:
+        """The file in the cache, as `fetched`; inside the block no process makes room with it.
+
+        Raises:
+            DataError: as `fetched`.
+        """
+        while True:
+            path = self.fetched()
+            # another process may remove the folder before this lock is held: then it is fetched again
+            with ExitStack() as stack, suppress(FileNotFoundError):
+                use = stack.enter_context((path.parent / USE).open("a"))
+                fcntl.flock(use, fcntl.LOCK_SH)
+                path.stat()
+                held = stack.pop_all()
+                break
+        with held:
+            yield path
 
     def beside(self, name: str) -> RemoteFile:
         """Another file of its folder, which is downloaded to the same place."""
@@ -240,7 +261,7 @@ def make_room(*, keep: frozenset[Path] = frozenset()) -> None:
     for folder in sorted(uses.keys() - kept, key=lambda folder: uses[folder].last_s):
         if num_bytes <= _limit_bytes():
             return
-        # counted as freed even where it stays, because a process downloads into it: no other folder is removed for it
+        # counted as freed even where it stays, because a process uses it: no other folder is removed for it
         num_bytes -= uses[folder].num_bytes
         _remove(folder)
 
@@ -257,7 +278,7 @@ def _use_of(folder: Path) -> _FolderUse:
     num_bytes, last_s = 0, 0.0
     with suppress(OSError):  # another process may remove the folder meanwhile
         for name in os.listdir(folder):
-            if name != LOCK:
+            if name not in (LOCK, USE):
                 with suppress(FileNotFoundError):  # or have its download whole
                     stat = (folder / name).stat()
                     num_bytes, last_s = num_bytes + stat.st_size, max(last_s, stat.st_mtime)
@@ -282,10 +303,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of the cache, unless a process downloads into it."""
-    with suppress(OSError), (folder / LOCK).open("w") as lock:
-        # not waited for: a folder in use is one that must stay
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Remove a folder of the cache, unless a process downloads into it or reads a file of it."""
+    with suppress(OSError), ExitStack() as stack:
+        for name in (LOCK, USE):
+            lock = stack.enter_context((folder / name).open("a"))
+            # not waited for: a folder in use is one that must stay
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
 
 

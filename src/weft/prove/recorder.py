@@ -64,9 +64,10 @@ class OperationTrace:
         return self.newest
 
     def gather(self) -> Operation | None:
-        """The newest all-gather over an axis of the mesh; the newest operation where there is none."""
-        # The axis that was gathered over first: with sharded parameters it is theirs, since they are
-        # gathered before the first block runs.
+        """The newest all-gather over the axis that was gathered over first; the newest operation where
+        there is none.
+        """
+        # With sharded parameters that axis is theirs: they are gathered before the first block runs.
         for (kind, _), operation in self._newest_of.items():
             if kind in GATHERS:
                 return operation

@@ -177,10 +177,18 @@ def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> Rank
     if code >= 0:
         text = f"process exited with code {code} before its function returned"
     else:
-        text = f"process was killed by {signal.Signals(-code).name}"
+        text = f"process was killed by {_signal_name(-code)}"
     if code == -signal.SIGKILL:
         text += " (out of memory?)"
     return RankFailure(rank, "error", at_s, text, trace)
+
+
+def _signal_name(number: int) -> str:
+    """SIGSEGV; of most real-time signals, which have no name, the number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:

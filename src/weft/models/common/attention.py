@@ -27,6 +27,7 @@ from weft.core.attention_choice import (
 )
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.core.query_blocks import row_blocks
+from weft.errors import Fault, PlanError
 from weft.models.common.attention_kernels import attention_device, pad_head
 from weft.models.common.attention_spec import AttentionSpec, attention_call, visible_keys
 from weft.models.common.batch import Batch
@@ -375,7 +376,8 @@ def set_implementations(
 
     Raises:
         PlanError: an `Attend` that requires a feature that the implementation does not support, or
-            a subclass that overrides `forward` without declaring what it requires.
+            a subclass that overrides `forward` without declaring what it requires, or declares
+            sinks or a bias that are not its own parameters.
     """
     made = []
     for path, attend in list(block.named_modules()):
@@ -394,7 +396,7 @@ def set_implementations(
         )
         # its forward would not call the implementation; what it computes is what it declares
         if overrides_forward(attend):
-            attend = _plain_attend(attend.requirements)
+            attend = _plain_attend(attend, key)
             block.set_submodule(path, attend)
         attend.implementation = implementation
         made.append(implementation)
@@ -408,15 +410,24 @@ def overrides_forward(attend: Attend) -> bool:
     return type(attend).forward is not Attend.forward
 
 
-def _plain_attend(spec: AttentionSpec) -> Attend:
-    def parameter(x: Tensor | None) -> nn.Parameter | None:
-        return x if x is None or isinstance(x, nn.Parameter) else nn.Parameter(x)
+def _plain_attend(attend: Attend, key: str) -> Attend:
+    """What a subclass declares to compute, with its own parameters.
 
+    Raises:
+        PlanError: it declares other sinks, or another bias; as parameters of the plain one they would
+            be trained in place of what they are computed from.
+    """
+    spec = attend.requirements
+    declared = {"sinks": spec.sinks, "head_bias": spec.head_bias}
+    for name, tensor in declared.items():
+        if tensor is not getattr(attend, name):
+            what = f"declares {name} that are not its parameter `{name}`"
+            raise PlanError(Fault(key, what, fix=f"Attend({name}=nn.Parameter(...))"))
     return Attend(
         mask=spec.mask,
         scale=spec.scale,
         softcap=spec.softcap,
-        sinks=parameter(spec.sinks),
-        head_bias=parameter(spec.head_bias),
+        sinks=attend.sinks,
+        head_bias=attend.head_bias,
         dropout=spec.dropout,
     )

@@ -202,15 +202,28 @@ def may_drop(block: nn.Module) -> bool:
 
 
 def _may_drop(module: nn.Module) -> bool:
+    return _has_code_of_others(module) or any(p > 0 for p in _probabilities(module))
+
+
+def _has_code_of_others(module: nn.Module) -> bool:
     home = type(module).__module__
-    if not home.startswith(("torch.", "weft.")) or "forward" in vars(module):
-        return True
-    return any(p > 0 for p in _probabilities(module))
+    return not home.startswith(("torch.", "weft.")) or "forward" in vars(module)
 
 
-def probabilities(block: nn.Module) -> tuple[float, ...]:
-    """The dropout probabilities that modules of a block have as attributes."""
-    return tuple(itertools.chain.from_iterable(map(_probabilities, block.modules())))
+def dropout_settings(block: nn.Module) -> tuple[float, ...]:
+    """What shows that dropout of a block begins: the probabilities and modes of its modules, and all
+    numbers that are attributes of modules with code of others.
+    """
+    return tuple(itertools.chain.from_iterable(map(_settings, block.modules())))
+
+
+def _settings(module: nn.Module) -> Iterator[float]:
+    yield module.training
+    yield from _probabilities(module)
+    if _has_code_of_others(module):
+        for value in vars(module).values():
+            if isinstance(value, int | float):
+                yield value
 
 
 def _probabilities(module: nn.Module) -> Iterator[float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -276,12 +277,29 @@ def _check_block(
     return answer
 
 
+class _SameTensor:
+    """Equal for one tensor with one content as long as it lives: another one may get its `id` later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._key = id(tensor), tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _SameTensor):
+            return NotImplemented
+        tensor = self._tensor()
+        return tensor is not None and tensor is other._tensor() and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
 def _describe(tensor: Tensor) -> Hashable:
     """Of a tensor of a block: small ones with their values."""
     if tensor.is_meta:
         return TensorSpec.of(tensor)
     if tensor.numel() > MOST_TABLE_ENTRIES:
-        return id(tensor), tensor._version
+        return _SameTensor(tensor)
     return TensorSpec.of(tensor), str(tensor.flatten().tolist())
 
 

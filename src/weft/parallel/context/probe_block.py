@@ -96,14 +96,19 @@ class ProbeBlock:
             attend.implementation = implementation
         for dispatch in self.dispatches:
             dispatch.is_alone = False
+        # these hold the modules, too
+        self.training.clear()
+        self.implementations.clear()
+        self.dispatches.clear()
 
     @functools.cached_property
     def _stand_ins(self) -> dict[str, Tensor]:
         return _stand_ins(self.block, self.vocab)
 
     def release(self) -> None:
-        """Free the block and its values."""
+        """Free the block and its values, as far as the end of the `with` block does not need them."""
         self.block = nn.Identity()
+        self.attended.clear()
         self.__dict__.pop("_stand_ins", None)
 
     def run(self, x: Activation, batch: Batch) -> Activation:

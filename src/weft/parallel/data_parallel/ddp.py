@@ -21,6 +21,7 @@ from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.synchronized import SynchronizedModule
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
+    copied_state,
     mark_wrapped,
     reject_pickle,
     wrapper_of,
@@ -237,8 +238,10 @@ class DistributedDataParallel(SynchronizedModule):
             self.comm.broadcast_(tensor.detach(), self.axis, root=root)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict; every rank holds all of it."""
-        return self.module.state_dict()
+        """A copy of the module's state dict, which later steps do not change; every rank holds all of
+        it.
+        """
+        return copied_state(self.module)
 
 
 @torch.no_grad()

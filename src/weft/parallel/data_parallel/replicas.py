@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.parallel.zero.wrapped_params import copied_state
 
 
 class DataParallel(nn.Module):
@@ -78,8 +79,8 @@ class DataParallel(nn.Module):
         """
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict."""
-        return self.module.state_dict()
+        """A copy of the module's state dict, which later steps do not change."""
+        return copied_state(self.module)
 
 
 class _ReplicaCall(threading.Thread):

@@ -19,9 +19,9 @@ from weft.models.common.dropout import DropoutDraws
 from weft.models.common.dropout_mode import (
     CallShards,
     CounterDropout,
+    dropout_settings,
     has_compiled,
     may_drop,
-    probabilities,
 )
 from weft.models.runs_without_memory import run_without_memory
 from weft.parallel.model.chain import PlainChain
@@ -176,7 +176,7 @@ class DroppingBlock(nn.Module):
     """A block that drops out by counter: see Note [Counter-based dropout] in models/common/dropout.py.
 
     A block of users' code is seen to drop nothing in its first training forward; the later ones run
-    without the mode, until a probability that a module has as an attribute is changed.
+    without the mode, until a number that a module has as an attribute is changed, as a probability.
     """
 
     def __init__(
@@ -187,13 +187,11 @@ class DroppingBlock(nn.Module):
         self.block = block
         self.calls = calls
         self.rank = rank
-        self._without: tuple[float, ...] | None = (
-            None  # probabilities with which nothing is dropped
-        )
+        self._without: tuple[float, ...] | None = None  # settings with which nothing is dropped
 
     def forward(self, x: Tensor, batch: Batch) -> Any:
         """The block's own forward."""
-        if self._without is not None and self._without == probabilities(self.block):
+        if self._without is not None and self._without == dropout_settings(self.block):
             return self.block(x, batch)
         mode = CounterDropout(
             self.name.text,
@@ -206,7 +204,7 @@ class DroppingBlock(nn.Module):
             out = self.block(x, batch)
         # Without keys nothing may be drawn (evaluation), so that forward shows nothing about training.
         if batch.draw_keys is not None:
-            self._without = None if mode.num_calls else probabilities(self.block)
+            self._without = None if mode.num_calls else dropout_settings(self.block)
         return out
 
 

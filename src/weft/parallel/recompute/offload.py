@@ -14,7 +14,8 @@ Note [Offloaded activations]
           block of a stage, is used as it is.
 
     Out and in are on one stream, so no copy comes back before it has been written. Storages are
-    copied whole, once each, and every saved tensor is a view of its copy.
+    copied whole, once each, and every saved tensor is a view of its copy. Where a backward ends
+    early by an error, the compute stream waits for what comes back before its memory is freed.
 """
 
 from __future__ import annotations
@@ -98,6 +99,19 @@ class MetaCopying:
     def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Wait:
         """Nothing is copied."""
         return lambda: None
+
+
+class _WaitOnce:
+    """A wait that the first call does, and later ones need not do again."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait: Wait | None = wait
+
+    def __call__(self) -> None:
+        """Wait, unless that was done."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
 
 def host_copying(device: torch.device) -> HostCopying | None:
@@ -302,6 +316,9 @@ class OffloadedCall:
         if not copies:
             return
         targets = [self._chain.copying.device_memory(copy) for copy in copies]
-        self._wait_back = self._chain.copying.start(copies, targets)
+        self._wait_back = _WaitOnce(self._chain.copying.start(copies, targets))
         for storage, target in zip(storages, targets, strict=True):
             storage.back = target
+            # A backward that an error ends waits for nothing more: without this wait the allocator
+            # would give the memory away while the stream of the copies still writes it.
+            weakref.finalize(storage, self._wait_back).atexit = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +159,8 @@ class FlatParams:
         fills_freed: whether parameters are NaN while their memory is freed.
 
     Raises:
-        PlanError: `expose` finds that a parameter was written while its memory was freed.
+        PlanError: `expose` or `check_unwritten` finds that a parameter was written while its memory
+            was freed.
     """
 
     def __init__(
@@ -209,6 +211,15 @@ class FlatParams:
         for freed in self._freed:
             freed.restore()
 
+    def check_unwritten(self) -> None:
+        """Check that no parameter was written while its memory is freed.
+
+        Raises:
+            PlanError: one was.
+        """
+        for freed in self._freed:
+            freed.check_unwritten()
+
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
         alias = self.flat.new_empty(0)
@@ -222,34 +233,73 @@ class _FreedParam:
         self.name = name
         self.param = param
         self.view = view
-        self._version: int | None = None
+        self._filler: Tensor | None = None
+        self._version = 0
 
     @property
     def is_filled(self) -> bool:
         """Whether it is NaN."""
-        return self._version is not None
+        return self._filler is not None
 
     def fill(self) -> None:
         """Have a NaN in place of every entry; 0 where the type has no NaN."""
         if self.is_filled:
             return
-        dtype = self.view.dtype
-        has_nan = dtype.is_floating_point or dtype.is_complex
-        value = self.view.new_full((), float("nan") if has_nan else 0)
-        self.param.data = value.expand(self.view.shape)
+        # kept: the memory that a script gives the parameter in its place is another as long as it lives
+        self._filler = self.view.new_full((), self._value)
+        self.param.data = self._filler.expand(self.view.shape)
         self._version = self.param._version
 
+    @property
+    def _value(self) -> float:
+        dtype = self.view.dtype
+        return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+
+    @property
+    def _was_written(self) -> bool:
+        """Whether it was written, or has got other memory; writes to its `.data` are not seen."""
+        if self._filler is None:
+            return False
+        memory = self._filler.untyped_storage()._cdata
+        is_other = self.param.untyped_storage()._cdata != memory
+        return is_other or self.param._version != self._version
+
+    def check_unwritten(self) -> None:
+        """Check that it was not written, also by its `.data`, for which the device is waited for.
+
+        Raises:
+            PlanError: it was.
+        """
+        filler = self._filler
+        if self._was_written:
+            self._reject_write()
+        if (
+            filler is not None
+            and not filler.is_meta
+            and not filler.isnan()
+            and filler != self._value
+        ):
+            self._reject_write()
+
     def restore(self) -> None:
-        """Have the memory of the view again."""
+        """Have the memory of the view again.
+
+        Raises:
+            PlanError: it was written meanwhile.
+        """
         if not self.is_filled:
             return
-        was_written = self.param._version != self._version
+        was_written = self._was_written
         self.param.data = self.view
-        self._version = None
+        self._filler = None
         if was_written:
-            fault = Fault(
+            self._reject_write()
+
+    def _reject_write(self) -> NoReturn:
+        raise PlanError(
+            Fault(
                 self.name,
                 "was written while its memory is freed, so the values are lost",
                 fix="write the shards that net.parameters() has, or load_full_state_dict(state)",
             )
-            raise PlanError(fault)
+        )

@@ -270,7 +270,12 @@ class FullyShardedDataParallel(SynchronizedModule):
 
         As a part of another module's state dict the keys have `module.`, as that module's
         `named_parameters()` do.
+
+        Raises:
+            PlanError: a parameter was written while its memory is freed.
         """
+        for group in self._groups:
+            group.check_unwritten()
         state: dict[str, Any]
         if args or prefix:
             state = super().state_dict(*args, prefix=prefix, **kwargs)

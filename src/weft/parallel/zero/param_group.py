@@ -539,7 +539,11 @@ class ParamGroup:
     def gather_params(self) -> dict[str, Tensor]:
         """The values by parameter name in `policy.params`, unsharded, in new memory; a collective
         over `axes`.
+
+        Raises:
+            PlanError: a script has written a parameter while its memory is freed.
         """
+        self.check_unwritten()
         if self.sharded_param is not None:
             return self._gather(self.sharded_param)
         found: dict[str, Tensor] = {}
@@ -547,6 +551,15 @@ class ParamGroup:
             values = param.detach()
             found[name] = values.clone()
         return found
+
+    def check_unwritten(self) -> None:
+        """Check that no parameter was written while its memory is freed.
+
+        Raises:
+            PlanError: one was.
+        """
+        if self.unsharded_params is not None:
+            self.unsharded_params.check_unwritten()
 
     def _gather(self, shard: Tensor) -> dict[str, Tensor]:
         flat = shard

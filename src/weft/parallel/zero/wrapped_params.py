@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,6 +29,15 @@ def wrapper_of(param: torch.Tensor) -> nn.Module | None:
     """The wrapper that reduces the gradient of a parameter; None where there is none any more."""
     mark: weakref.ref[nn.Module] | None = getattr(param, MARK, None)
     return None if mark is None else mark()
+
+
+def copied_state(module: nn.Module) -> dict[str, Any]:
+    """A copy of a module's state dict."""
+    state = module.state_dict()
+    for key, value in state.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        state[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)
+    return state
 
 
 def check_not_wrapped(module: nn.Module, wrapper: str) -> None:
