@@ -63,6 +63,12 @@ def test_a_rank_keeps_two_heads_whose_order_matters(
     assert (sizes["heads"], sizes.get("kv_heads")) == (heads, kv_heads)
 
 
+def test_a_smaller_vocabulary_has_a_padding_token_that_its_data_has() -> None:
+    run = run_of("--model.preset llama3-8b --model.padding_id -2 --mesh tp2")
+    sizes = reduced(run, lambda *_: True).model.architecture
+    assert (sizes["vocab"], sizes["padding_id"]) == (256, (128_256 - 2) % 256)
+
+
 def test_an_expert_may_have_more_than_twice_the_mean_of_tokens() -> None:
     run = run_of("--model.preset qwen3-moe-30b-a3b --mesh ep2")
     sizes = reduced(run, lambda *_: True).model.architecture

@@ -65,7 +65,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         },
     ),
     "llama3 tied": lambda: transformers.LlamaConfig(
-        **TRUNK, intermediate_size=48, tie_word_embeddings=True
+        **{**TRUNK, "pad_token_id": 7}, intermediate_size=48, tie_word_embeddings=True
     ),
     "qwen3": lambda: transformers.Qwen3Config(**TRUNK, head_dim=12, intermediate_size=48),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(

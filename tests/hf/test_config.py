@@ -636,7 +636,7 @@ def test_keys_that_change_no_logit_pass(tmp_path: Path):
 @pytest.mark.parametrize(
     ("base", "keys"),
     [
-        (LLAMA, {"unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 4}),
+        (LLAMA, {"unsloth_fixed": True, "unsloth_version": "2024.9"}),
         (LLAMA, {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),
         (QWEN2, {"use_mrope": False, "sliding_window": 4096, "max_window_layers": 28}),
         (GPT2, {"n_special": 0, "predict_special_tokens": True, "output_past": True}),
@@ -665,6 +665,12 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     folder = folder_with(tmp_path, {**GPT2, "n_inner": None})
     assert described(folder).fields["ffn"] == 4 * 64
     assert described(folder_with(tmp_path, QWEN3_MOE)).fields["head_size"] == 16
+    assert fields["padding_id"] is None
+    gemma = PUBLISHED["gemma3-1b"]
+    for padding, want in (({}, 0), ({"pad_token_id": None}, None), ({"pad_token_id": -1}, -1)):
+        without = {name: value for name, value in gemma.items() if name != "pad_token_id"}
+        found = described(folder_with(tmp_path, {**without, **padding}))
+        assert found.fields["padding_id"] == want
     qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
     assert described(folder_with(tmp_path, qwen3)).fields["head_size"] == 128
 

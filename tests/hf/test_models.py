@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.hf.folders import edit, pack_experts
-from tests.hf.models import CONFIGS, loaded, run_of, tensors_in, written
+from tests.hf.models import CONFIGS, loaded, run_of, tensors_in, transformers, written
 from tests.oracle.hugging_face import make_batch, shaken
+from tests.small_models import HF_FAMILIES, small_config
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
 from weft.commands.import_ import import_run
 from weft.config.hf.mapping import HFMapping
+from weft.config.hf.write_config import config_json
 from weft.hf.check_logits import compare_logits, load_model
 from weft.hf.export_hf import export_hf
 from weft.hf.folder import HfFolder
@@ -60,7 +62,27 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
     assert (tmp_path / "ours" / "generation_config.json").read_text() == (
         folder / "generation_config.json"
     ).read_text()
-    assert loaded(tmp_path / "ours").config.eos_token_id == 2
+    first, last = (loaded(each).config for each in (folder, tmp_path / "ours"))
+    assert last.eos_token_id == 2
+    assert last.pad_token_id == first.pad_token_id
+
+
+@pytest.mark.parametrize("family", HF_FAMILIES)
+@pytest.mark.parametrize("token", [None, 0, 5, -1])
+def test_the_embedding_has_the_padding_token_of_transformers(family: str, token: int | None):
+    cfg = small_config(family, padding_id=token, mtp_depth=1)
+    mapping = FAMILIES[family].hf
+    tokens = {"pad_token_id": token}
+    values = config_json(mapping, cfg, dtype="float32", original=tokens)
+    assert values["pad_token_id"] == token
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config).get_input_embeddings()
+        blocks = FAMILIES[family].blocks(cfg)
+    embeddings = [block.tok for block in blocks.values() if hasattr(block, "tok")]
+    assert len(embeddings) == (2 if family == "deepseek" else 1)
+    for ours in embeddings:
+        assert ours.padding_idx == theirs.padding_idx
 
 
 @pytest.mark.parametrize("name", ["gpt2", "deepseek"])

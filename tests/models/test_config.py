@@ -36,6 +36,13 @@ REFUSED = [
         "kv_heads",
         "heads 6 does not divide by kv_heads 4; try heads 4 or 8, or kv_heads 3, 6",
     ),
+    (
+        Llama3,
+        {"padding_id": 256},
+        "padding_id",
+        "256 is not in the vocabulary of 256; try 0 to 255",
+    ),
+    (Deepseek, {"padding_id": -257}, "padding_id", "-257 is not in the vocabulary of 256"),
     (Llama3, {"dim": 7}, "heads", "dim 7 does not divide by heads 4; try dim 8 .type"),
     (Llama3, {"dim": 90}, "heads", "try dim 88 or 96, or heads 3, 5"),
     (Llama3, {"dim": 20}, "heads", "dim 20 / heads 4 = head size 5, RoPE needs pairs; try dim 40"),

@@ -91,6 +91,11 @@ LLAMAS = {
         update={"kv_heads": 1, "rope_scaling_factor": 1.0}
     ),
     "as many kv heads": LLAMA3.model_copy(update={"kv_heads": 4}),
+    # few tokens, all of which occur
+    "padding": LLAMA3.model_copy(update={"vocab": 11, "padding_id": 3}),
+    "tied, the last one is padding": LLAMA3.model_copy(
+        update={"vocab": 11, "tied": True, "padding_id": -1}
+    ),
 }
 
 
@@ -130,6 +135,7 @@ def llama_config(cfg: llama3.Config):
         num_key_value_heads=cfg.kv_heads,
         intermediate_size=cfg.ffn,
         vocab_size=cfg.vocab,
+        pad_token_id=cfg.padding_id,
         max_position_embeddings=cfg.max_seq_len,
         rms_norm_eps=cfg.norm_eps,
         tie_word_embeddings=cfg.tied,

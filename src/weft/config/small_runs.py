@@ -144,14 +144,18 @@ def _smaller_model(run: Run) -> Run:
 
 def _vocabularies(run: Run) -> Iterator[dict[str, Any]]:
     """The smallest vocabulary with the remainder of the run's, whatever number of ranks shards it;
-    that of a user's model stays where it is cheap.
+    that of a user's model stays where it is cheap. The padding token is taken modulo it, as the ids
+    of the data are.
     """
     current = run.model.architecture.get("vocab", 0)
     is_kept = run.model.is_opaque and current * run.device_mesh.size <= MOST_VOCAB_ROWS
     if current > VOCAB and not is_kept:
         remainder = (current - VOCAB) % run.device_mesh.size
-        if VOCAB + remainder < current:
-            yield {"vocab": VOCAB + remainder}
+        vocab = VOCAB + remainder
+        if vocab < current:
+            padding_id = run.model.architecture.get("padding_id")
+            padding = {} if padding_id is None else {"padding_id": padding_id % current % vocab}
+            yield {"vocab": vocab, **padding}
 
 
 def _balanced(run: Run) -> Iterator[dict[str, Any]]:

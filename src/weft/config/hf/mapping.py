@@ -38,12 +38,14 @@ class Key:
             config.json.
         null: the field's value where the key is present and null, if that differs from a missing
             key.
+        may_be_none: whether None is a value of the field.
     """
 
     hf_key: str
     field: str
     default: Any = REQUIRED
     null: Any = None
+    may_be_none: bool = False
 
     def read(self, config: Json) -> Any:
         """The field's value; `REQUIRED` where config.json lacks it."""

@@ -220,6 +220,8 @@ def _probe_tensors(folder: Path, config: Json, mapping: ConfigMapping) -> Flat:
 
 def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
     value = row.read(config)
+    if value is None and row.may_be_none:
+        return
     if value is REQUIRED or value is None:
         yield Fault(key, f"has no {row.hf_key}", fix="download the file again")
     elif not isinstance(value, int | float):

@@ -65,17 +65,17 @@ def decoder_builders(
     cfg: DecoderConfig,
     layers: Sequence[Builder],
     *,
-    embed: Builder | None = None,
+    embed: type[Embed] = Embed,
     norm: type[nn.RMSNorm] = nn.RMSNorm,
 ) -> Builders:
     """The chain of `cfg` around these layers; equal layers may have one builder.
 
     Args:
-        embed: default: of `Embed`.
+        embed: type of the first block.
         norm: type of the last norm.
     """
-    embed = embed or partial(Embed, cfg.vocab, cfg.dim)
-    return chain_builders(embed, layers, partial(_head, cfg, norm))
+    first = partial(embed, cfg.vocab, cfg.dim, padding_id=cfg.padding_id)
+    return chain_builders(first, layers, partial(_head, cfg, norm))
 
 
 def chain_builders(

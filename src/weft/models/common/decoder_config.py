@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from weft.core.model_config import (
@@ -49,6 +49,22 @@ Labels = Annotated[
         description="outputs of a head that scores texts: classes, 1 of a reward model; 0: a language model",
     ),
 ]
+
+
+def _in_vocabulary(padding_id: int | None, info: ValidationInfo) -> int | None:
+    vocab = info.data.get("vocab")
+    if padding_id is None or vocab is None or -vocab <= padding_id < vocab:
+        return padding_id
+    need = f"try 0 to {vocab - 1}, or none (pad_token_id null in config.json)"
+    raise ValueError(f"{padding_id} is not in the vocabulary of {vocab}; {need}")
+
+
+PaddingId = Annotated[
+    int | None,
+    Field(description="token whose vector the inputs do not train; -1 is the last one"),
+    AfterValidator(_in_vocabulary),
+]
+"""Field behind `vocab`: the `padding_idx` of the token embedding."""
 RopeTheta = Annotated[float, Field(gt=0, description="base of RoPE's wavelengths")]
 
 
@@ -64,6 +80,7 @@ class DecoderConfig(ModelConfig):
         2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each"
     )
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
+    padding_id: PaddingId = None
     max_seq_len: ContextLength = 8192
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="the head projects with the token embedding")

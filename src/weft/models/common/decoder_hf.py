@@ -30,12 +30,14 @@ def full_attention_layers(config: Json) -> list[str]:
     return ["full_attention"] * layers
 
 
+PADDING_ID = Key("pad_token_id", "padding_id", default=None, may_be_none=True)
 DECODER_KEYS = (
     Key("num_hidden_layers", "layers"),
     Key("hidden_size", "dim"),
     Key("num_attention_heads", "heads"),
     Key("num_key_value_heads", "kv_heads", default=same_as_heads),
     Key("vocab_size", "vocab"),
+    PADDING_ID,
     Key("rms_norm_eps", "norm_eps", default=1e-6),
 )
 SILU = Fixed("hidden_act", ("silu", "swish"), is_written=True)

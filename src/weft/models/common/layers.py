@@ -123,11 +123,15 @@ class DecoderLayer(Layer):
 
 
 class Embed(nn.Module):
-    """Tokens to vectors."""
+    """Tokens to vectors.
 
-    def __init__(self, vocab: int, dim: int) -> None:
+    Args:
+        padding_id: a token whose vector gets no gradient; negative ones count from the end.
+    """
+
+    def __init__(self, vocab: int, dim: int, *, padding_id: int | None = None) -> None:
         super().__init__()
-        self.tok = nn.Embedding(vocab, dim)
+        self.tok = nn.Embedding(vocab, dim, padding_id)
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD: Tensor = self.tok(tokens_BS)

@@ -21,7 +21,13 @@ from weft.core.model_config import (
     in_layers,
     linear_flops,
 )
-from weft.models.common.decoder_config import INIT_STD, check_at_most, decoder_specs, residual_std
+from weft.models.common.decoder_config import (
+    INIT_STD,
+    PaddingId,
+    check_at_most,
+    decoder_specs,
+    residual_std,
+)
 
 
 class Config(ModelConfig):
@@ -70,6 +76,7 @@ class Config(ModelConfig):
     )
     mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
+    padding_id: PaddingId = None
     max_seq_len: int = Field(
         4096, ge=1, description="context length of the published model; informational"
     )

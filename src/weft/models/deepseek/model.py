@@ -121,11 +121,18 @@ class SecondNext(nn.Module):
     """
 
     def __init__(
-        self, layer: nn.Module, *, vocab: int, dim: int, norm_eps: float, weight: float
+        self,
+        layer: nn.Module,
+        *,
+        vocab: int,
+        dim: int,
+        padding_id: int | None,
+        norm_eps: float,
+        weight: float,
     ) -> None:
         super().__init__()
         self.weight = weight
-        self.tok = nn.Embedding(vocab, dim)
+        self.tok = nn.Embedding(vocab, dim, padding_id)
         self.last_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.x_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.next_norm = nn.RMSNorm(dim, eps=norm_eps)
@@ -164,9 +171,8 @@ def builders(cfg: Config) -> Builders:
         dense if index < cfg.first_k_dense else mixed for index in range(cfg.layers)
     ]
     side_blocks = {f"mtp{i}": partial(_second_next, cfg) for i in range(cfg.mtp_depth)}
-    return chain_builders(
-        partial(Embed, cfg.vocab, cfg.dim), layers, partial(_head, cfg), side_blocks=side_blocks
-    )
+    embed = partial(Embed, cfg.vocab, cfg.dim, padding_id=cfg.padding_id)
+    return chain_builders(embed, layers, partial(_head, cfg), side_blocks=side_blocks)
 
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
@@ -199,7 +205,12 @@ def _mixed_layer(cfg: Config) -> MoELayer:
 
 def _second_next(cfg: Config) -> SecondNext:
     return SecondNext(
-        _mixed_layer(cfg), vocab=cfg.vocab, dim=cfg.dim, norm_eps=cfg.norm_eps, weight=cfg.mtp_loss
+        _mixed_layer(cfg),
+        vocab=cfg.vocab,
+        dim=cfg.dim,
+        padding_id=cfg.padding_id,
+        norm_eps=cfg.norm_eps,
+        weight=cfg.mtp_loss,
     )
 
 

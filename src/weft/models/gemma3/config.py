@@ -52,6 +52,7 @@ PRESETS = {
         head_size=256,
         ffn=6912,
         vocab=262_144,
+        padding_id=0,
         window=512,
         global_every=6,
         query_pre_attn_scalar=256,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Json, Key, WeightMapping
@@ -17,6 +17,7 @@ from weft.models.common.decoder_hf import (
     ATTENTION,
     DECODER_KEYS,
     MLP,
+    PADDING_ID,
     QK_NORMS,
     ROTARY_BUFFERS,
     decoder_rules,
@@ -120,6 +121,11 @@ def _layer_types(config: Json) -> list[str]:
     ]
 
 
+def _padding_id(config: Json) -> int | None:
+    found: int | None = config.get("pad_token_id", 0)
+    return found
+
+
 HF = HFMapping(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
@@ -127,6 +133,7 @@ HF = HFMapping(
     config=ConfigMapping(
         keys=(
             *DECODER_KEYS,
+            replace(PADDING_ID, default=_padding_id),
             Key("head_dim", "head_size", default=256),
             Key("intermediate_size", "ffn"),
             Key("max_position_embeddings", "max_seq_len", default=131_072),

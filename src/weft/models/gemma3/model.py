@@ -35,8 +35,8 @@ class ScaledEmbed(Embed):
         embedding_scale: sqrt(dim).
     """
 
-    def __init__(self, vocab: int, dim: int) -> None:
-        super().__init__(vocab, dim)
+    def __init__(self, vocab: int, dim: int, *, padding_id: int | None = None) -> None:
+        super().__init__(vocab, dim, padding_id=padding_id)
         self.embedding_scale = dim**0.5
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
@@ -85,10 +85,7 @@ def builders(cfg: Config) -> Builders:
     windows = [cfg.window_of(layer) for layer in range(cfg.layers)]
     by_window = {window: partial(_layer, cfg, window) for window in windows}
     return decoder_builders(
-        cfg,
-        [by_window[window] for window in windows],
-        embed=partial(ScaledEmbed, cfg.vocab, cfg.dim),
-        norm=OffsetRMSNorm,
+        cfg, [by_window[window] for window in windows], embed=ScaledEmbed, norm=OffsetRMSNorm
     )
 
 
