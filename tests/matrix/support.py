@@ -144,6 +144,7 @@ REJECTED = (
     '--mesh pp3 --pipeline.split 2 0 2',
     '--mesh pp2 --parallel.recompute none/full/none',
     '--mesh dp3',
+    '--mesh dp2 --batch.statistics_size 4',
     '--batch.global_size 7',
     '--model.name gpt2 --data.seq_len 999',
     '--model.vocab 99',
