@@ -350,6 +350,23 @@ def test_compiled_layers_are_one_graph() -> None:
     run_ranks("tp2", rank, takes_turns=True)
 
 
+def test_one_rank_reads_its_part_alone() -> None:
+    """Texts, arrays, histograms and plain tensors of a part wait for no other rank."""
+
+    def rank(comm: Comm) -> None:
+        net: Any = weft.parallelize(Mlp(), comm, axes=AXES)
+        if comm.index("tp") == 0:
+            weight = net.down.weight
+            part = weight.detach().as_subclass(Tensor)
+            torch.testing.assert_close(part, Mlp().down.weight.detach()[:, :4])
+            assert type(part.std()) is Tensor
+            assert f"{weight}" == f"{weight!r}"
+            assert weight.tolist() == part.tolist()
+            assert (weight.detach().cpu().numpy() == part.numpy()).all()
+
+    run_ranks("tp2", rank, timeout_s=5)
+
+
 def test_a_copy_and_a_file_of_a_part() -> None:
     """A deep copy is a part, too; a file has plain values, which one process loads."""
 

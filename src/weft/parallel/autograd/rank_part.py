@@ -389,11 +389,13 @@ def _reject(func: Callable[..., Any], holders: Holders) -> NoReturn:
     name = getattr(func, "__name__", "a function").strip("_")
     raise PlanError(
         Fault(
-            "optimizer",
-            f"takes {name} of a weight of which each rank along {', '.join(holders.axes)} has a part",
+            "a sharded weight",
+            f"{name} of a weight of which each rank along {', '.join(holders.axes)} has a part is not that of the "
+            f"whole weight",
             need="entries by themselves, or norms and sums of all",
-            fix="weft.ShardedOptimizer(net.parameters(), torch.optim.Adafactor, comm), whose optimizer sees whole "
-            "weights (with DistributedDataParallel, not FullyShardedDataParallel)",
+            fix="for an optimizer weft.ShardedOptimizer(net.parameters(), torch.optim.Adafactor, comm), which sees "
+            "whole weights (with DistributedDataParallel, not FullyShardedDataParallel); for a log of this rank's "
+            "part p.detach().as_subclass(torch.Tensor)",
         )
     )
 
