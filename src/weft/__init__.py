@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.models.common.dropout import DropPath, drop_path
     from weft.models.common.layers import Loss, RegionInput, RegionOutput
     from weft.models.user_model import Model
-    from weft.parallel.autograd.rank_part import clip_grad_norm_
+    from weft.parallel.autograd.clipping import clip_grad_norm_
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
@@ -76,7 +76,7 @@ _HOMES = {
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
-    "clip_grad_norm_": "weft.parallel.autograd.rank_part",
+    "clip_grad_norm_": "weft.parallel.autograd.clipping",
     "drop_path": "weft.models.common.dropout",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
@@ -31,6 +32,14 @@ Make = Callable[[Iterable[Any]], Optimizer]
 Wrap = Callable[[nn.Module, Comm], nn.Module]
 
 
+@torch.no_grad()
+def set_values(module: nn.Module) -> None:
+    """Values without torch's generator, others for each parameter."""
+    for number, param in enumerate(module.parameters()):
+        entries = torch.arange(param.numel(), dtype=torch.float64)
+        param.copy_((entries * (number + 1.3)).cos().view_as(param))
+
+
 class Mlp(nn.Module):
     """Of 7 hidden features, of which two ranks have parts of unequal lengths."""
 
@@ -39,10 +48,7 @@ class Mlp(nn.Module):
         self.up = nn.Linear(5, 7, dtype=torch.float64)
         self.norm = nn.LayerNorm(5, dtype=torch.float64)
         self.down = nn.Linear(7, 5, dtype=torch.float64)
-        with torch.no_grad():
-            for number, param in enumerate(self.parameters()):
-                entries = torch.arange(param.numel(), dtype=torch.float64)
-                param.copy_((entries * (number + 1.3)).cos().view_as(param))
+        set_values(self)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
@@ -228,6 +234,9 @@ STATISTICS: dict[str, Callable[[Any], Any]] = {
     "norm of some": lambda p: p[:1].norm(),
     "product of several": lambda p: torch.cat([p.view(-1)]).dot(torch.cat([p.view(-1)])),
     "median": lambda p: p.median(),
+    "largest entries": lambda p: p.abs().view(-1).topk(3),
+    "place of the largest": lambda p: torch.argmax(p),
+    "softmax": lambda p: torch.softmax(p, dim=-1),
 }
 
 
@@ -249,10 +258,7 @@ class Fused(nn.Module):
         super().__init__()
         self.both = nn.Linear(5, 12, dtype=torch.float64)
         self.down = nn.Linear(6, 5, dtype=torch.float64)
-        with torch.no_grad():
-            for number, param in enumerate(self.parameters()):
-                entries = torch.arange(param.numel(), dtype=torch.float64)
-                param.copy_((entries * (number + 1.3)).cos().view_as(param))
+        set_values(self)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, -1)
@@ -362,9 +368,27 @@ def test_one_rank_reads_its_part_alone() -> None:
             assert type(part.std()) is Tensor
             assert f"{weight}" == f"{weight!r}"
             assert weight.tolist() == part.tolist()
+            assert weight[0, 1].item() == weight[0, 1].sum().item() == float(part[0, 1])
             assert (weight.detach().cpu().numpy() == part.numpy()).all()
 
     run_ranks("tp2", rank, timeout_s=5)
+
+
+@pytest.mark.parametrize(("mesh", "wrap"), [WRAPS[0], WRAPS[2]])
+def test_a_distributed_checkpoint_of_parts_is_one_line(mesh: str, wrap: Wrap) -> None:
+    """torch would store one rank's part as the whole weight."""
+
+    def rank(comm: Comm) -> None:
+        net = wrap(weft.parallelize(Mlp(), comm, axes=AXES), comm)
+        items = [
+            each
+            for key, value in net.state_dict().items()
+            for each in create_write_items(key, value)
+        ]
+        assert not items
+
+    with pytest.raises(PlanError, match=r"up.weight: is of a tensor-parallel layer.*weft\.save"):
+        run_ranks(mesh, rank)
 
 
 def test_a_copy_and_a_file_of_a_part() -> None:

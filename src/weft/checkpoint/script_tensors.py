@@ -16,7 +16,8 @@ from weft.core.axes import Box
 from weft.core.mesh import axis_names
 from weft.core.shard import Shard
 from weft.errors import CheckpointError, Fault
-from weft.parallel.autograd.rank_part import Holders, holders_of, plain
+from weft.parallel.autograd.holders import Holders, holders_of
+from weft.parallel.autograd.rank_part import plain
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.parallel.pp import AXIS as PP
@@ -241,8 +242,7 @@ def _whole(
         for own in holders.spans
         if own[0] < own[1] or len(holders.parts) == 1
     ]
-    whole = (*shape[:dim], holders.length, *shape[dim + 1 :])
-    return whole, Shard(tuple(boxes), dim), holders.axes
+    return holders.whole_shape(shape), Shard(tuple(boxes), dim), holders.axes
 
 
 def _with_pairs(shard: Shard) -> Shard:

@@ -1,6 +1,7 @@
-"""Tensors of which a rank holds a part, for plain scripts: parameters, gradients and optimizer states.
+"""`RankPart`: a parameter of a tensor-parallel layer in a plain script, its gradient or a state of its optimizer.
 
-Torch's norms and loss scaling are taken over all ranks; what optimizers compute of other than single entries is rejected.
+Other ranks hold the other entries. Norms, sums and loss scaling of torch are taken over all of them; what optimizers
+compute of several entries in another way is rejected.
 """
 
 from __future__ import annotations
@@ -8,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
 
-from weft.comm.comm import Comm
 from weft.comm.transport import Reduce
-from weft.core.axes import span, span_sizes
-from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.holders import Holders, holders_of
 from weft.parallel.autograd.tensor_functions import (
     changes_first_argument,
     in_type_of,
     in_wide_type,
     is_elementwise,
     is_local_read,
-    is_product,
+    is_statistic,
+    take_in_lists,
 )
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 
@@ -35,7 +33,7 @@ NORMS = frozenset(
     {FOREACH_NORM, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 )
 MEANS = frozenset({torch.mean, Tensor.mean})
-REDUCTIONS: dict[Any, Reduce] = {
+REDUCTIONS: Mapping[Any, Reduce] = {
     **dict.fromkeys((torch.sum, Tensor.sum, *MEANS), "sum"),
     **dict.fromkeys((torch.count_nonzero, Tensor.count_nonzero), "sum"),
     **dict.fromkeys((torch.max, Tensor.max, torch.amax, Tensor.amax), "max"),
@@ -47,66 +45,8 @@ REDUCTIONS: dict[Any, Reduce] = {
 DATA = cast("Any", Tensor).data.__get__
 GRADIENT = cast("Any", Tensor).grad.__get__
 NEW = frozenset({Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty})
-STATISTICS = frozenset(
-    {torch.var, Tensor.var, torch.std, Tensor.std, torch.prod, Tensor.prod}
-    | {torch.median, Tensor.median, torch.quantile, Tensor.quantile}
-)
 FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp.GradScaler calls: whether an entry is not finite, for the tensors it gets."""
-
-
-class Holders(NamedTuple):
-    """The ranks that hold the entries of a parameter: those along `axes`, each a `span` of each of the
-    parts that dim `dim` of the whole parameter consists of: one, or fused projections.
-    """
-
-    comm: Comm
-    axes: tuple[str, ...]
-    dim: int
-    parts: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Entries of the dim in the whole parameter."""
-        return sum(self.parts)
-
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """Bounds of this rank's entries of each part, in the whole dim."""
-        degree, index = self.comm.degree(self.axes), self.comm.index(self.axes)
-        found: list[tuple[int, int]] = []
-        offset = 0
-        for part in self.parts:
-            start, stop = span(part, degree, index)
-            found.append((offset + start, offset + stop))
-            offset += part
-        return tuple(found)
-
-    def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole parameter, of that of this rank's part."""
-        return (*own[: self.dim], self.length, *own[self.dim + 1 :])
-
-    def own_part(self, whole: Tensor) -> Tensor:
-        """This rank's entries of the whole parameter."""
-        spans = [whole.narrow(self.dim, start, stop - start) for start, stop in self.spans]
-        return spans[0] if len(spans) == 1 else torch.cat(spans, self.dim)
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """The whole parameter, of the entries of every rank; a collective."""
-        degree = self.comm.degree(self.axes)
-        of_parts = own.split(self.own_sizes, self.dim)
-        whole = [
-            self.comm.all_gather(
-                each.contiguous(), self.axes, dim=self.dim, sizes=span_sizes(part, degree)
-            )
-            for part, each in zip(self.parts, of_parts, strict=True)
-        ]
-        return whole[0] if len(whole) == 1 else torch.cat(whole, self.dim)
-
-    @property
-    def own_sizes(self) -> tuple[int, ...]:
-        """Entries of each part that this rank holds."""
-        return tuple(stop - start for start, stop in self.spans)
 
 
 class FunctionKind(Enum):
@@ -115,7 +55,7 @@ class FunctionKind(Enum):
     NORM = auto()
     REDUCTION = auto()
     GRADIENT = auto()
-    STATISTIC = auto()  # of rows, or a product
+    STATISTIC = auto()  # of several entries, as a product
     READ = auto()  # of no values, or by a layer
     UPDATE = auto()  # of each entry of the first argument
     ENTRIES = auto()  # of each entry, in new memory
@@ -141,17 +81,14 @@ def _kind_of(func: Callable[..., Any]) -> FunctionKind:
         return FunctionKind.REDUCTION
     if func == GRADIENT:
         return FunctionKind.GRADIENT
-    if func in STATISTICS or is_product(func):
+    if is_statistic(func):
         return FunctionKind.STATISTIC
     if is_local_read(func):
         return FunctionKind.OTHER if func == DATA else FunctionKind.READ
     if is_elementwise(func) and func is not FINITE_CHECK:
         return FunctionKind.UPDATE if changes_first_argument(func) else FunctionKind.ENTRIES
-    return (
-        FunctionKind.ENTRIES
-        if func.__name__.endswith("_like") or func in NEW
-        else FunctionKind.OTHER
-    )
+    is_new = func.__name__.endswith("_like") or func in NEW
+    return FunctionKind.ENTRIES if is_new else FunctionKind.OTHER
 
 
 class RankPart(Tensor):
@@ -201,6 +138,14 @@ class RankPart(Tensor):
         if func is FINITE_CHECK:
             _agree_on_finite(args[0], found=args[1])
         return _marked(args, result, is_alike=kind is FunctionKind.ENTRIES)
+
+    def __create_write_items__(self, fqn: str, tensor: Tensor) -> NoReturn:
+        """Called by torch.distributed.checkpoint, which would store this rank's part as the whole."""
+        reject_distributed_checkpoint(fqn)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Called by torch.distributed.checkpoint."""
+        reject_distributed_checkpoint("a sharded weight")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = plain(self.detach()).clone()
@@ -261,13 +206,13 @@ def _marked(args: Sequence[Any], result: Any, *, is_alike: bool) -> Any:
 
     def mark(tensor: Tensor) -> Tensor:
         has_graph = tensor.requires_grad and torch.is_grad_enabled()  # views require it without one
-        if isinstance(tensor, RankPart) or has_graph:
+        if isinstance(tensor, RankPart) or has_graph or tensor.dim() == 0:
             return tensor
-        has_shape = tensor.shape == source.shape and tensor.dim() > 0
+        has_shape = tensor.shape == source.shape
         if is_alike:
             return part_of(tensor, source.holders, source.form) if has_shape else tensor
         if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata:
-            is_joined = bool(_lists(args)) and tensor.is_floating_point() and tensor.dim() > 0
+            is_joined = bool(_lists(args)) and tensor.is_floating_point()
             return part_of(tensor, source.holders, Form.MIXED) if is_joined else tensor
         if source.form is Form.MIXED or tensor.numel() != source.numel():
             return part_of(tensor, source.holders, Form.MIXED)
@@ -312,7 +257,7 @@ def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any
     parts = list(given) if func is FOREACH_NORM else [given]
     norms: list[Tensor] = []
     for part in parts:
-        holders = _holders_of(part, "torch takes the norm of this rank's part alone")
+        holders = holders_of_gradient(part, "torch takes the norm of this rank's part alone")
         dtype = options.get("dtype")
         with torch._C.DisableTorchFunctionSubclass():
             local = torch.linalg.vector_norm(in_wide_type(part), order, *rest, **options)
@@ -381,7 +326,7 @@ def _reject_statistics(func: Callable[..., Any], tree: Any) -> None:
     layer of the script's own multiplies a part by activations.
     """
     held = [holders_of(each) for each in tensors_in(tree) if each.dim() > 0]
-    if held[0] is not None and None not in held:
+    if held and held[0] is not None and None not in held:
         _reject(func, held[0])
 
 
@@ -400,6 +345,16 @@ def _reject(func: Callable[..., Any], holders: Holders) -> NoReturn:
     )
 
 
+def reject_distributed_checkpoint(name: str) -> NoReturn:
+    """Raise PlanError for a parameter of a tensor-parallel layer in a file of torch.distributed.checkpoint."""
+    fault = Fault(
+        name,
+        "is of a tensor-parallel layer, whose parts torch.distributed.checkpoint would take for whole weights",
+        fix="weft.save(folder, net, optimizer) and weft.load, on any layout",
+    )
+    raise PlanError(fault)
+
+
 def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:
     """The norm of a vector of which each rank has the norm of its part; autograd passes to this part."""
     if abs(order) == float("inf"):
@@ -416,7 +371,7 @@ def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:
 def _agree_on_finite(gradients: Iterable[Tensor], *, found: Tensor) -> None:
     """Have every rank find an entry that is not finite where one of them has."""
     held = [
-        _holders_of(each, "torch.amp.GradScaler checks this rank's part alone")
+        holders_of_gradient(each, "torch.amp.GradScaler checks this rank's part alone")
         for each in gradients
     ]
     groups = dict.fromkeys((each.comm, each.axes) for each in held if each is not None)
@@ -424,7 +379,7 @@ def _agree_on_finite(gradients: Iterable[Tensor], *, found: Tensor) -> None:
         comm.all_reduce_(found, axes, op="max")
 
 
-def _holders_of(gradient: Tensor, what: str) -> Holders | None:
+def holders_of_gradient(gradient: Tensor, what: str) -> Holders | None:
     """Those of a `RankPart`; None of a plain gradient.
 
     Raises:
@@ -465,78 +420,4 @@ def part_param(param: nn.Parameter, holders: Holders) -> nn.Parameter:
     return cast("nn.Parameter", part)
 
 
-def holders_of(tensor: Tensor) -> Holders | None:
-    """Who holds the other entries of a parameter of a sharded layer; None of others."""
-    found = getattr(tensor, "holders", None)  # a wrapper's shard has taken it from the parameter
-    return found if isinstance(found, Holders) else None
-
-
-def shard_axes_of(param: Tensor) -> tuple[str, ...]:
-    """The mesh axes along which ranks hold other entries of a parameter; none for plain ones."""
-    holders = holders_of(param)
-    return () if holders is None else holders.axes
-
-
-def total_norm(
-    comm: Comm, gradients: Iterable[tuple[Tensor, tuple[str, ...]]], *, over: Axis = ()
-) -> Tensor:
-    """The norm of gradients over all ranks, float64; a collective.
-
-    Args:
-        gradients: each with the mesh axes over which it is sharded.
-        over: an axis along which ranks hold other parameters.
-    """
-    zero = torch.zeros((), dtype=torch.float64, device=comm.device)
-    squares_of: dict[tuple[str, ...], Tensor] = {}
-    for gradient, axes in gradients:
-        squares = gradient.double().square()
-        squares_of[axes] = squares_of.get(axes, zero) + squares.sum()
-    total = zero
-    for axes in sorted(squares_of):
-        squares = squares_of[axes]
-        total = total + (comm.all_reduce(squares, axes) if axes else squares)
-    if axis_names(over):
-        total = comm.all_reduce(total, over)
-    return total.sqrt()
-
-
-def clip_to(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm so that it is at most `max_norm`, as torch's clip_grad_norm_."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
-
-
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, comm: Comm) -> Tensor:
-    """Scale gradients so that the norm of the whole model's is at most `max_norm`, where tensor-parallel
-    layers hold a part of their parameters on each rank, plain or in a `DistributedDataParallel`. A
-    collective over the axes of these layers: every rank calls it. torch's `clip_grad_norm_` does the
-    same with an all-reduce for each of their parameters.
-
-    Args:
-        max_norm: the largest norm that stays as it is.
-        comm: that the layers were made with.
-
-    Returns:
-        The norm before, float64, equal on these ranks.
-
-    Raises:
-        PlanError: the parameters are those of a pipeline, which has a `clip_grad_norm_` of its own.
-    """
-    gradients: list[tuple[Tensor, tuple[str, ...]]] = []
-    for param in parameters:
-        gradient = param.grad
-        if gradient is None:
-            continue
-        axes = shard_axes_of(param)
-        _holders_of(gradient, "weft.clip_grad_norm_ takes the norm of this rank's part alone")
-        gradients.append((plain(gradient), axes))
-    norm = total_norm(comm, gradients)
-    clip_to((gradient for gradient, _ in gradients), norm, max_norm)
-    return norm
-
-
-# As torch does for DTensor: optimizers and clipping take all parameters of a GPU in one call.
-for supported in (types_of_optimizers, types_of_clipping):
-    if RankPart not in supported:
-        supported.append(RankPart)
+take_in_lists(RankPart)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
 
 SAME_ENTRIES = frozenset(
     [
@@ -81,34 +83,16 @@ LISTS = ("_foreach_", "_fused_")
 REDUCTIONS = frozenset({"max", "min", "_foreach_max", "_foreach_norm"})
 """Functions that reduce to fewer entries, some of which torch marks as elementwise for other arguments."""
 
-PRODUCTS = frozenset(
-    [
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "vdot",
-        "inner",
-        "outer",
-        "kron",
-        "tensordot",
-        "einsum",
-        "chain_matmul",
-        "addmm",
-        "addbmm",
-        "addmv",
-        "baddbmm",
-        "svd",
-        "qr",
-        "inverse",
-        "pinverse",
-        "cholesky",
-        "cosine_similarity",
-        "normalize",
-    ]
+STATISTICS = frozenset(
+    """
+    matmul mm bmm mv dot vdot inner outer kron tensordot einsum chain_matmul addmm addbmm addmv baddbmm svd qr inverse
+    pinverse cholesky trace cov corrcoef cosine_similarity sort argsort msort topk kthvalue argmax argmin median nanmedian
+    quantile nanquantile mode unique var std var_mean std_mean prod softmax log_softmax logsumexp cumsum cumprod normalize
+    """.split()  # noqa: SIM905 - words, not code
 )
-"""Functions whose entries are computed of several entries of each argument, besides those of `torch.linalg`."""
+"""Functions that compute an entry of several ones of each argument, besides those of `torch.linalg`, and
+besides sums, means, extremes and norms.
+"""
 
 
 @cache
@@ -136,10 +120,10 @@ def in_type_of(values: Tensor, total: Tensor) -> Tensor:
 
 
 @cache
-def is_product(func: Callable[..., Any]) -> bool:
-    """Whether it multiplies, or decomposes, matrices."""
+def is_statistic(func: Callable[..., Any]) -> bool:
+    """Whether it multiplies or decomposes matrices, or computes an entry of several in another way."""
     name: str = getattr(func, "__name__", "")
-    return name.startswith("linalg_") or _base_name(name) in PRODUCTS
+    return name.startswith("linalg_") or _base_name(name) in STATISTICS
 
 
 @cache
@@ -161,6 +145,13 @@ def is_local_read(func: Callable[..., Any]) -> bool:
         descriptor = getattr(func, "__self__", None)
         return getattr(descriptor, "__name__", "") not in VIEW_PROPERTIES
     return name in LOCAL_READS
+
+
+def take_in_lists(kind: type[Tensor]) -> None:
+    """Have optimizers and clipping take all tensors of a class on a GPU in one call, as torch does for DTensor."""
+    for supported in (types_of_optimizers, types_of_clipping):
+        if kind not in supported:
+            supported.append(kind)
 
 
 def _base_name(name: str) -> str:

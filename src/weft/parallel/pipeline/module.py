@@ -16,7 +16,9 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
-from weft.parallel.autograd.rank_part import clip_to, part_of, shard_axes_of, total_norm
+from weft.parallel.autograd.clipping import clip_to, total_norm
+from weft.parallel.autograd.holders import shard_axes_of
+from weft.parallel.autograd.rank_part import part_of
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.buffers import BufferBroadcast
 from weft.parallel.model.chain import copied_without_memory

@@ -21,7 +21,8 @@ from weft.models.common.lora import (
     take_adapter,
     with_magnitude,
 )
-from weft.parallel.autograd.rank_part import Holders, MarkedLayer, plain
+from weft.parallel.autograd.holders import Holders
+from weft.parallel.autograd.rank_part import MarkedLayer, plain
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.chunked_products import scattered_linear
 from weft.parallel.tensor.region import DeferredWeight, HasWeight, Region, SharedEntries, linear

@@ -14,7 +14,7 @@ from weft.core.model_config import match_row
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import Fault, PlanError
 from weft.models.user_model import UserTable
-from weft.parallel.autograd.rank_part import holders_of
+from weft.parallel.autograd.holders import holders_of
 from weft.parallel.model.chain import replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.sequence import SequenceParallel, shard_sequence
@@ -244,7 +244,6 @@ def _copy_own(layer: nn.Module, new: ShardedLayer) -> None:
         value = whole[key].detach()
         holders = holders_of(param)
         if holders is not None:
-            own = [value.narrow(holders.dim, lo, hi - lo) for lo, hi in holders.spans]
-            value = torch.cat(own, holders.dim)
+            value = holders.own_part(value)
         param.copy_(value)
         param.requires_grad_(whole[key].requires_grad)

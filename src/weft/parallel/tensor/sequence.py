@@ -26,7 +26,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.rank_part import holders_of
+from weft.parallel.autograd.holders import holders_of
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, SharedEntries
 from weft.parallel.tensor.vocab import VocabParallelEmbedding

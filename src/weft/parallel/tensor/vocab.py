@@ -23,7 +23,8 @@ from weft.models.common.head_output import check_within
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
-from weft.parallel.autograd.rank_part import Holders, MarkedLayer, plain
+from weft.parallel.autograd.holders import Holders
+from weft.parallel.autograd.rank_part import MarkedLayer, plain
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm import ops
+from weft.parallel.autograd.tensor_functions import in_wide_type
 from weft.parallel.tensor.region import Region
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -74,7 +75,7 @@ def compute_over_ranks(module: nn.Module, widths: Sequence[int], region: Region)
 def _mean(
     width: Width, x: Tensor, _dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    wide = _wide(x) if dtype is None else x.to(dtype)
+    wide = in_wide_type(x) if dtype is None else x.to(dtype)
     found = width.mean(wide).to(dtype or x.dtype)
     return found if keepdim else found.squeeze(-1)
 
@@ -82,7 +83,7 @@ def _mean(
 def _sum(
     width: Width, x: Tensor, _dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    wide = _wide(x) if dtype is None else x.to(dtype)
+    wide = in_wide_type(x) if dtype is None else x.to(dtype)
     found = width.total(wide).to(dtype or x.dtype)
     return found if keepdim else found.squeeze(-1)
 
@@ -98,7 +99,7 @@ def _var(
 ) -> Tensor:
     if correction is None:
         correction = int(unbiased)
-    wide = _wide(x)
+    wide = in_wide_type(x)
     squares = (wide - width.mean(wide)).square()
     found = (width.total(squares) / (width.size - correction)).to(x.dtype)
     return found if keepdim else found.squeeze(-1)
@@ -107,7 +108,7 @@ def _var(
 def _rms_norm(
     width: Width, x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    wide = _wide(x)
+    wide = in_wide_type(x)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     y = wide * torch.rsqrt(width.mean(wide.square()) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
@@ -122,16 +123,11 @@ def _layer_norm(
     eps: float = 1e-5,
     _cudnn_enable: bool = True,
 ) -> Tensor:
-    wide = _wide(x)
+    wide = in_wide_type(x)
     centered = wide - width.mean(wide)
     y = centered * torch.rsqrt(width.mean(centered.square()) + eps)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The type in which torch's norms and sums compute, so that sums of ranks are not rounded before they are added."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 STATISTICS: Mapping[Any, Callable[..., Tensor]] = {

@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.clipping import clip_to, total_norm
+from weft.parallel.autograd.holders import holders_of
 from weft.parallel.autograd.not_compiled import not_compiled
-from weft.parallel.autograd.rank_part import clip_to, holders_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.backward_order import register_backward_order

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.rank_part import Holders
+from weft.parallel.autograd.holders import Holders
 from weft.parallel.zero.flat_params import FlatLayout
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
-from weft.parallel.autograd.rank_part import Holders
+from weft.parallel.autograd.holders import Holders
 
 
 @dataclass(frozen=True)

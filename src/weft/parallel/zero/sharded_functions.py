@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
 
 from weft.comm.transport import Reduce
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.tensor_functions import in_type_of, in_wide_type
+from weft.parallel.autograd.tensor_functions import in_type_of, in_wide_type, take_in_lists
 from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.sharded_tensor import (
     SPECIAL,
@@ -243,10 +241,7 @@ def _set_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
     run_plainly(TENSOR.grad.__set__, (shard, gradient), {})
 
 
-# As torch does for DTensor: optimizers and clipping take all parameters of a GPU in one call.
-for supported in (types_of_optimizers, types_of_clipping):
-    if ShardedTensor not in supported:
-        supported.append(ShardedTensor)
+take_in_lists(ShardedTensor)
 SPECIAL.update(
     {
         torch.sum: _sum,

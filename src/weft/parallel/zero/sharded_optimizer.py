@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
-from weft.parallel.autograd.rank_part import holders_of, plain
+from weft.parallel.autograd.holders import holders_of
+from weft.parallel.autograd.rank_part import plain
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.coded_states import NEVER_NEGATIVE, OF_TORCH, CodedStates
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams

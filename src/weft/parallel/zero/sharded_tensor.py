@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.rank_part import Form, part_of
+from weft.parallel.autograd.rank_part import Form, part_of, reject_distributed_checkpoint
 from weft.parallel.autograd.tensor_functions import (
     changes_first_argument,
     is_elementwise,
@@ -134,9 +134,13 @@ class ShardedTensor(Tensor):
     # ranks, and DTensors, load.
 
     def __create_write_items__(self, fqn: str, tensor: ShardedTensor) -> list[Any]:
+        if tensor.group is not None and tensor.group.holders is not None:
+            reject_distributed_checkpoint(fqn)
         return dcp.write_items(fqn, tensor.entries, tensor.local)
 
     def __create_chunk_list__(self) -> list[Any]:
+        if self.group is not None and self.group.holders is not None:
+            reject_distributed_checkpoint("a sharded weight")
         return dcp.chunks(self.entries)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
