@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +19,9 @@ from weft.cli import main
 from weft.config.hardware import find_hardware
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import load
+from weft.config.rules.layout import axes_divide, layers_make_stages
 from weft.config.run import Run
+from weft.config.schema import PipelineConfig
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES, model_label
 from weft.planner.measure.measured_run import MeasuredRun
@@ -30,7 +34,6 @@ from weft_plan.search.candidates import (
     PipelineChoice,
     Space,
     candidates,
-    factorizations,
     nearest_devices,
 )
 from weft_plan.search.found_layouts import (
@@ -52,6 +55,9 @@ from weft_plan.search.usual_layouts import MOST_USUAL, usual_layouts
 from weft_plan.search.why_not import rule_lines, smaller_change
 from weft_plan.search.zero_costs import ZeroMeasurements
 
+SEQUENCES_OF_8192 = (
+    "--model.preset llama3-8b --data.seq_len 8192 --batch.global_size 48 --batch.micro_size 1"
+)
 SMALL = "--model.layers 4 --model.dim 64 --model.ffn 128 --data.seq_len 64 --batch.global_size 8"
 
 
@@ -59,8 +65,23 @@ def run_of(words: str) -> Run:
     return load(words.split(), FAMILIES)
 
 
-def test_factorizations_are_all_products() -> None:
-    assert factorizations(4, 2) == ((1, 4), (2, 2), (4, 1))
+def test_degrees_that_are_rejected_one_by_one_are_those_of_whole_meshes() -> None:
+    keys = LayoutKeys.of(run_of(SEQUENCES_OF_8192))
+    number = 48
+    expected = set()
+    for degrees in itertools.product(range(1, number + 1), repeat=4):
+        if math.prod(degrees) == number:
+            axes = tuple(zip(("pp", "dp", "cp", "tp"), degrees, strict=True))
+            mesh = Mesh(tuple((axis, degree) for axis, degree in axes if degree > 1))
+            one_chunk = PipelineConfig()
+            stages = layers_make_stages(mesh, keys.model, one_chunk, seq_len=keys.seq_len)
+            is_short = mesh.degree("cp") > 2
+            if not is_short and not [*axes_divide(mesh, keys.model), *stages]:
+                expected.add(frozenset(mesh.axes))
+    pinned = frozenset({"batch.micro_size"})
+    found = candidates(LayoutKeys.of(run_of(SEQUENCES_OF_8192)), Space(number, 8, pinned))
+    meshes = (Mesh.parse(group.base.mesh) for group in found.groups)
+    assert {frozenset(mesh.axes) for mesh in meshes if mesh.degree("fsdp") == 1} == expected
 
 
 def test_every_candidate_fills_the_devices_and_is_legal() -> None:

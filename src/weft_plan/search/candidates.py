@@ -7,12 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TypeVar
 
 from weft.config.layout_keys import LayoutKeys
 from weft.config.rules.layout import (
-    axes_divide,
+    axis_divides,
     batch_divides,
     dimension_faults,
     divisors,
@@ -150,6 +149,7 @@ class _Enumeration:
             self.parallel = keys.parallel.model_copy(update={"zero": MOST_SHARDED})
         self.illegal: Counter[str] = Counter()
         self._known_pipelines: dict[tuple[int, int], tuple[PipelineChoice, ...]] = {}
+        self._known_reasons: dict[tuple[str, int], str | None] = {}
 
     def groups(self) -> Iterator[LayoutGroup]:
         for degrees in self._degrees():
@@ -174,19 +174,15 @@ class _Enumeration:
         if rest:
             self.illegal["mesh: sites have different numbers of devices"] += 1
             return
-        for degrees in factorizations(num_inside, len(axes)):
-            chosen = dict(zip(axes, degrees, strict=True))
+        for chosen in self._divisible(num_inside, axes):
             inside = tuple((axis, degree) for axis, degree in chosen.items() if degree > 1)
             mesh = Mesh((*sites, *inside))
             if not self._may_have_copies(chosen):
                 continue
-            model, parallel = self.keys.model, self.parallel
-            faults = list(axes_divide(mesh, model))
+            faults: list[Fault] = []
+            plain = self.parallel.model_copy(update={"context": "ring"})
             for axis in axes:
-                plain = parallel.model_copy(update={"context": "ring"})
-                faults.extend(dimension_faults(mesh, model, plain, mesh_axis=axis))
-            one_chunk = PipelineConfig()
-            faults.extend(layers_make_stages(mesh, model, one_chunk, seq_len=self.keys.seq_len))
+                faults.extend(dimension_faults(mesh, self.keys.model, plain, mesh_axis=axis))
             if self._rejects(faults):
                 continue
             if chosen[CP] > 1 and self.keys.seq_len < MIN_TOKENS * chosen[CP]:
@@ -195,6 +191,32 @@ class _Enumeration:
                 ] += 1
                 continue
             yield chosen
+
+    def _divisible(self, number: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        """Degrees of these axes whose product is the number, and which the model has one by one."""
+        axis, *others = axes
+        for degree in divisors(number) if others else (number,):
+            reason = self._reason_of_degree(axis, degree)
+            if reason is not None:
+                # of all meshes with this degree at once: for thousands of devices these are many
+                self.illegal[reason] += 1
+            elif not others:
+                yield {axis: degree}
+            else:
+                for rest in self._divisible(number // degree, others):
+                    yield {axis: degree, **rest}
+
+    def _reason_of_degree(self, axis: str, degree: int) -> str | None:
+        """Why no mesh with this degree is legal, whatever the others are; None: it may be."""
+        key = (axis, degree)
+        if key not in self._known_reasons:
+            mesh, model = Mesh((key,) if degree > 1 else ()), self.keys.model
+            faults = list(axis_divides(mesh, model, axis))
+            if axis == PP:
+                one_chunk = PipelineConfig()
+                faults += layers_make_stages(mesh, model, one_chunk, seq_len=self.keys.seq_len)
+            self._known_reasons[key] = reason_of(faults[0]) if faults else None
+        return self._known_reasons[key]
 
     def _may_have_copies(self, degrees: Mapping[str, int]) -> bool:
         """Whether states are sharded over all data ranks, or over those of whole nodes, with copies on
@@ -346,22 +368,6 @@ def reason_of(fault: Fault) -> str:
     return f"{fault.key}: {' '.join(what.split())}"
 
 
-@cache
-def factorizations(number: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """All tuples of `count` factors whose product is `number`.
-
-    >>> factorizations(4, 2)
-    ((1, 4), (2, 2), (4, 1))
-    """
-    if count == 1:
-        return ((number,),)
-    return tuple(
-        (first, *rest)
-        for first in divisors(number)
-        for rest in factorizations(number // first, count - 1)
-    )
-
-
 def placement_of(axes: Sequence[tuple[str, int]], node: int) -> frozenset[tuple[str, int, int]]:
     """For each axis the ranks of a group, and the nodes that they are on."""
     found = set()
@@ -376,13 +382,14 @@ def placement_of(axes: Sequence[tuple[str, int]], node: int) -> frozenset[tuple[
 def nearest_devices(keys: LayoutKeys, space: Space) -> tuple[int, ...]:
     """The nearest smaller and the nearest larger number of devices that a layout fills."""
     found = []
+    search = _Enumeration(keys, space)
     for step in (-1, 1):
         for distance in range(1, MOST_TRIED_DEVICES + 1):
             number = space.num_devices + step * distance
             if number < 1:
                 break
-            groups = _Enumeration(keys, replace(space, num_devices=number)).groups()
-            if next(groups, None) is not None:
+            search.space = replace(space, num_devices=number)  # what it knows of degrees is kept
+            if next(search.groups(), None) is not None:
                 found.append(number)
                 break
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -404,8 +405,10 @@ def comes_first(mesh: Mesh, axis: str, other: str) -> bool:
 
 def divisors(*numbers: int) -> tuple[int, ...]:
     """Common divisors of all `numbers`, ascending."""
-    candidates = range(1, min(numbers) + 1)
-    return tuple(each for each in candidates if all(number % each == 0 for number in numbers))
+    common = math.gcd(*numbers)
+    small = [each for each in range(1, math.isqrt(common) + 1) if common % each == 0]
+    large = [common // each for each in reversed(small) if each * each != common]
+    return (*small, *large)
 
 
 def as_words(counts: Sequence[int]) -> str:
