@@ -74,6 +74,7 @@ LONG_FILES = (
 
 MOST_OBJECTS = 50_000
 """That the garbage collector walks through."""
+gc.set_threshold(10_000, 20, 20)  # 3% of all seconds, and ranks in threads all wait for it
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks

@@ -188,7 +188,8 @@ def test_waits_copies_and_launches_do_not_increase(layout, measured):
         assert row["syncs"] == 1, "a dense step waits once"
         is_offloaded = OFFLOAD in layout.options
         assert (row["copies"] > 0) == is_offloaded, "a dense step copies nothing else"
-        assert counts["late_syncs"] == {}, "with a late report the host waits for nothing"
+        if layout.checks_late:
+            assert counts["late_syncs"] == {}, "with a late report the host waits for nothing"
 
 
 def test_every_layout_has_a_row_in_the_table():

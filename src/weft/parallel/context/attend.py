@@ -32,7 +32,7 @@ from weft.parallel.context.ulysses import UlyssesAttention
 from weft.parallel.context.whole_sequences import WholeSequences, WholeUse, work_on_whole_sequences
 from weft.parallel.cp import AXIS
 from weft.parallel.model.chain import ChainSnapshot
-from weft.parallel.model.dropout_blocks import DropoutShards, drops_out
+from weft.parallel.model.dropout_blocks import DropoutShards, calls_of, drops_out
 
 
 class BlockwiseAttention:
@@ -128,8 +128,7 @@ def transform(
         part = "" if drops_out([block]) else how.part
         work_on_whole_sequences(block, sequences, part=part)
     if chain is not None:
-        plain = chain.chain()
-        shards = column_shards(plain.blocks, plain.batch)
+        shards = dict(calls_of(chain, comm, AXIS, column_shards))
         for name in gathered:
             shards[name] = tuple((WHOLE,) * len(call) for call in shards[name])
         dropout.add(shards)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
-
 from weft.core.entry_places import DimShard
 from weft.errors import Fault, PlanError
-from weft.models.common.batch import Batch
 from weft.models.common.dropout_mode import CallShards
+from weft.parallel.model.chain import PlainChain
 from weft.parallel.model.dropout_blocks import call_shapes, check_calls
 
 
-def column_shards(
-    blocks: Mapping[str, nn.Module], batch: Batch
-) -> dict[str, tuple[CallShards, ...]]:
+def column_shards(chain: PlainChain) -> dict[str, tuple[CallShards, ...]]:
     """Name of a block -> its calls, with the dims that count positions.
 
     Args:
-        blocks: the whole plain chain, on the meta device.
-        batch: of the columns that one context-parallel rank holds.
+        chain: of all blocks; its batch has the columns that one context-parallel rank holds.
 
     Raises:
         PlanError: a dim counts positions and something else.
     """
+    batch = chain.batch
     length = batch.inputs.shape[1]
     short_length = length // 2
-    long = call_shapes(blocks, batch)
-    short = call_shapes(blocks, batch.window(slice(0, short_length)))
+    long = call_shapes(chain.blocks, batch)
+    short = call_shapes(chain.blocks, batch.window(slice(0, short_length)))
     found: dict[str, tuple[CallShards, ...]] = {}
     for name, shapes in long.items():
         check_calls(name, shapes, short[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -24,7 +24,7 @@ from weft.models.common.dropout_mode import (
     may_drop,
 )
 from weft.models.runs_without_memory import run_without_memory
-from weft.parallel.model.chain import PlainChain
+from weft.parallel.model.chain import ChainSnapshot, PlainChain
 from weft.parallel.model.compiled_block import CompiledBlock
 from weft.parallel.recompute.blocks import OffloadedBlock, RecomputedBlock
 
@@ -63,13 +63,20 @@ class DropoutShards:
 
     calls: dict[str, tuple[CallShards, ...]] | None = None
 
-    def add_whole(self, chain: PlainChain, *, num_parts: int) -> None:
-        """Compare with the calls of the plain chain on whole sequences, of which its batch is one of
-        so many parts.
+    def add_whole(self, snapshot: ChainSnapshot, comm: Comm) -> None:
+        """Compare with the calls of the plain chain on whole sequences, of which its batch is the part
+        of one context-parallel rank.
         """
-        whole = chain.batch.map(lambda x: x if x.dim() == 1 else torch.cat([x] * num_parts, 1))
-        shapes = call_shapes(chain.blocks, whole)
-        self.add({name: [(WHOLE,) * len(shape) for shape in own] for name, own in shapes.items()})
+        num_parts = comm.degree(position_axes())
+
+        def find(chain: PlainChain) -> dict[str, tuple[CallShards, ...]]:
+            whole = chain.batch.map(lambda x: x if x.dim() == 1 else torch.cat([x] * num_parts, 1))
+            shapes = call_shapes(chain.blocks, whole)
+            return {
+                name: tuple((WHOLE,) * len(shape) for shape in own) for name, own in shapes.items()
+            }
+
+        self.add(calls_of(snapshot, comm, ("whole", num_parts), find))
 
     def add(self, found: Mapping[str, Sequence[CallShards]]) -> None:
         """Join what one axis shards with what others do.
@@ -107,8 +114,24 @@ def check_calls(name: str, one: Sequence[object], other: Sequence[object]) -> No
         raise PlanError(Fault(name, what, got=got, fix="a forward without branches on sizes"))
 
 
+def calls_of(
+    snapshot: ChainSnapshot,
+    comm: Comm,
+    key: Hashable,
+    find: Callable[[PlainChain], dict[str, tuple[CallShards, ...]]],
+) -> Mapping[str, tuple[CallShards, ...]]:
+    """What `find` returns for the plain chain; rank threads of one process run it once for each key."""
+    if snapshot.fingerprint is None:
+        return find(snapshot.chain())
+    repeats = tuple(snapshot.repeats.items())
+    key = ("calls of dropout", key, snapshot.fingerprint, repeats)
+    return comm.share_in_process(key, lambda: find(snapshot.chain()))
+
+
 def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
     """Block -> the shape of the tensor of each call of dropout, of a plain chain without memory."""
+    if not drops_out(blocks.values()):
+        return {name: [] for name in blocks}
     return run_without_memory(_call_shapes, dict(blocks), batch)
 
 

@@ -191,7 +191,7 @@ def parallelize(
     use_chunked_losses(blocks, plan, device=comm.device.type)
     share_angles(blocks.values())
     if chain is not None and drops_out(blocks.values()):
-        dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
+        dropout.add_whole(chain, comm)
     # Before blocks are wrapped, so that names are those of the model's files.
     params = own_named_parameters(blocks, ties_here)
     if plan.compiles_blocks(comm.device.type):
