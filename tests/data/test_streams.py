@@ -16,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
+from weft import file_systems
 from weft.config.schema import DataConfig
 from weft.data import streams
 from weft.data.inputs import local_file
@@ -70,6 +72,11 @@ class Server(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def _no_store_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_FAILURES", {})
 
 
 @pytest.fixture
@@ -305,6 +312,51 @@ class Folder(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def test_a_file_system_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A store that was down held each of several questions of a command as long as the first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = cached(1)
+    calls: list[str] = []
+
+    def ask(answer: str) -> tuple[RemoteFile, ...]:
+        def asked() -> Iterator[RemoteFile]:
+            calls.append(answer)
+            if answer == "nothing":
+                raise TimeoutError(answer)
+            yield file
+
+        return streams._asked("s3://bucket/texts", asked)
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            ask("nothing")  # there is no earlier answer
+    now = time.monotonic()
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now + streams.SAME_COMMAND_S)
+    assert ask("files") == (file,)
+    with pytest.warns(UserWarning, match="its files in the cache are read"):
+        assert ask("nothing") == (file,)
+    assert ask("nothing") == ask("files") == (file,)
+    assert calls == ["nothing", "files", "nothing"]
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now + 2 * streams.SILENCE_S)
+    ask("files")
+    assert calls[3:] == ["files"]
+
+
+def test_requests_to_s3_are_limited_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that accepted connections and answered nothing held a run for four minutes."""
+    core = SimpleNamespace(url_to_fs=lambda url, **options: (SimpleNamespace(**options), url))
+    config = SimpleNamespace(conf={"s3": {"config_kwargs": {"read_timeout": 5}}})
+    modules = {"fsspec.core": core, "fsspec.config": config}
+    monkeypatch.setattr(file_systems.importlib, "import_module", modules.__getitem__)
+    fs, path = file_systems.open_file_system("s3://bucket/a", skip_instance_cache=True)
+    assert (path, fs.retries, fs.skip_instance_cache) == ("s3://bucket/a", 2, True)
+    assert fs.config_kwargs == {**file_systems.S3_LIMITS, "read_timeout": 5}
+    fs, _ = file_systems.open_file_system("gs://bucket/a")
+    assert vars(fs) == {}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import time
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 from weft.checkpoint.remote_url import KEY, url_faults
 from weft.errors import CheckpointError, Fault
+from weft.file_systems import open_file_system
 
 PART = ".part"
 """Ending of a file while it is downloaded."""
@@ -60,9 +60,8 @@ class RemoteFiles:
         faults = tuple(url_faults(url))
         if faults:
             raise CheckpointError(*faults)
-        core = importlib.import_module("fsspec.core")
         with _request_errors(url, "cannot be opened"):
-            fs, root = core.url_to_fs(url, skip_instance_cache=True)
+            fs, root = open_file_system(url, skip_instance_cache=True)
         return RemoteFiles(url=url.rstrip("/"), fs=fs, root=root.rstrip("/"))
 
     def path(self, *names: str) -> str:

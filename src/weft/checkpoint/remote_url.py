@@ -10,12 +10,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from weft.errors import Fault
+from weft.file_systems import EXTRAS
 
 KEY = "save.remote"
 UNWRITABLE = ("http", "https", "data", "github", "git", "gist", "zip", "tar", "libarchive", "hf")
 PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-"""Protocol -> extra of this package that installs its file system."""
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any
@@ -32,11 +32,10 @@ from urllib.request import Request, urlopen
 
 from weft.data.files import KEY, READ_SUFFIXES, check_one_kind, find_files, inner_name
 from weft.errors import DataError, Fault, first_line
+from weft.file_systems import EXTRAS, open_file_system
 from weft.small_files import user_folder
 
 WEB = ("http", "https")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hub"}
-"""Protocol -> extra of this package that installs its file system."""
 CACHE = "data"
 LOCK = ".lock"
 USE = ".use"
@@ -54,6 +53,10 @@ ATTEMPTS = 5
 PAUSE_S = 0.5
 """Before the second attempt; twice as long before each further one."""
 TIMEOUT_S = 30.0
+SILENCE_S = 120.0
+"""A store that did not answer is not asked again for so long, if the cache has what it answered last."""
+SAME_COMMAND_S = 1.0
+"""If the cache has not, its error is raised again: a command asks several times in a row."""
 LASTING_CODES = (400, 401, 403, 404, 405, 410)
 """Answers of a web server that another attempt does not change."""
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime")
@@ -65,6 +68,11 @@ LASTING_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 PARTIAL = 206
+
+_FAILURES: dict[tuple[str, ...], tuple[float, Exception]] = {}
+"""Protocol and host of a URL -> when its file system did not answer in this process, on the monotonic
+clock, and its error.
+"""
 
 
 def is_url(source: str) -> bool:
@@ -205,19 +213,29 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
     that: ranks start again without it, and a warning says so.
     """
     last = _root() / _digest(url) / ANSWER
+    store = urlsplit(url)[:2]
+    failed_at_s, failure = _FAILURES.get(store, (-math.inf, None))
+    silent_s = time.monotonic() - failed_at_s
+    if failure is not None and silent_s < SILENCE_S:
+        files = _known(last)
+        if files:
+            return files
+        if silent_s < SAME_COMMAND_S:
+            raise failure
     try:
         found = tuple(ask())
     except (*LASTING_ERRORS, ImportError, ValueError):
         raise
     except Exception as error:
-        known = json.loads(last.read_text(encoding="utf-8")) if last.exists() else ()
-        files = tuple(RemoteFile(*each) for each in known)
-        if not files or not all(file.path.exists() for file in files):
+        _FAILURES[store] = time.monotonic(), error
+        files = _known(last)
+        if not files:
             raise
         said = f"{url} cannot be reached ({first_line(error)}): its files in the cache are read"
         # not silent: the store may hold newer files by now
         warnings.warn(said, stacklevel=2)
         return files
+    _FAILURES.pop(store, None)
     if found:
         last.parent.mkdir(parents=True, exist_ok=True)
         # several ranks write the answer at once: each to a file of its own, and every rename leaves a whole one
@@ -225,6 +243,15 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
             json.dump([astuple(file) for file in found], new)
         Path(new.name).rename(last)
     return found
+
+
+def _known(answer: Path) -> tuple[RemoteFile, ...]:
+    """The files of the last answer; none if the cache has not all of them."""
+    if not answer.exists():
+        return ()
+    known = json.loads(answer.read_text(encoding="utf-8"))
+    files = tuple(RemoteFile(*each) for each in known)
+    return files if all(file.path.exists() for file in files) else ()
 
 
 def fetch_all(source: str) -> tuple[Path, ...]:
@@ -369,12 +396,10 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        core = importlib.import_module("fsspec.core")
-    except ImportError:
+    if find_spec("fsspec") is None:
         fix = "pip install 'weft-train[remote]'"
-        raise DataError(Fault(KEY, f"{url}: fsspec is not installed", fix=fix)) from None
-    return core.url_to_fs(url)  # type: ignore[no-any-return]  # fsspec has no types
+        raise DataError(Fault(KEY, f"{url}: fsspec is not installed", fix=fix))
+    return open_file_system(url)
 
 
 @contextmanager
