@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -338,6 +339,24 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(training, tmp_path, ca
     capsys.readouterr()
     assert training.train(tmp_path / "third", "--steps", "4") == EXIT_USER
     assert "error: out: holds a run already" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_read_again_is_saved_here_only(
+    training, tmp_path, capsys, monkeypatch
+):
+    """The error of the disk ended the run in the middle, with a traceback."""
+
+    def fail(*_arguments: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(RemoteCopies, "upload", fail)
+    host = tmp_path / "host"
+    assert training.train(host, "--steps", "2") == EXIT_FAILED
+    output = capsys.readouterr()
+    assert "step 1 is saved here only" in output.out + output.err
+    assert "which could not be saved" in output.err
+    assert "step-000002 cannot be read: Input/output error" in output.err
+    assert [step for step, _ in checkpoints(training.out(host))] == [2, 1]
 
 
 def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(

@@ -81,10 +81,15 @@ def sync_folder(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes available on the disk that holds `path`, or its nearest existing parent."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    """Bytes available on the disk that holds `path`, or its nearest existing parent; 0: the disk does
+    not answer, and takes nothing.
+    """
+    try:
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
 
 
 @contextmanager

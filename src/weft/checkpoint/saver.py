@@ -341,6 +341,8 @@ class Saver:
             return self._remote.upload(path), ""
         except CheckpointError as error:
             return "", _fault_text(error)
+        except OSError as error:  # of the files here, which are read again
+            return "", f"{path} cannot be read: {error.strerror or error}"
 
     def _poll_commit(self, *, wait: bool = False) -> Iterator[Event]:
         """The events of the commit, if it has ended."""
