@@ -500,7 +500,9 @@ class GuardConfig(ConfigSection):
         description="loss, norm or gradient not finite: stop, skip the update, or go back to the newest checkpoint",
     )
     max_failures: int = Field(
-        8, ge=1, description="failed steps in a row that skip and rollback allow: one more stops the run"
+        8,
+        ge=1,
+        description="failed steps in a row that skip and rollback allow: one more stops the run",
     )
     spike: float = Field(
         0.0,

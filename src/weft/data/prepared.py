@@ -170,9 +170,7 @@ class Prepared:
         """Index of every document's first token, and the number of tokens."""
         info = self.meta.splits[split]
         return BoundsFile(
-            path=self.folder / f"{split}.idx",
-            length=info.documents + 1,
-            sha256=info.bounds_sha256,
+            path=self.folder / f"{split}.idx", length=info.documents + 1, sha256=info.bounds_sha256
         )
 
     def damage(self) -> Iterator[str]:
