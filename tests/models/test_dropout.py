@@ -22,7 +22,7 @@ from weft.core.entry_places import DimEntries, DimShard, ShardingRank, held_entr
 from weft.data.order import draw_keys
 from weft.errors import PlanError
 from weft.models.common.attention_spec import visible_keys
-from weft.models.common.batch import token_batch, token_example
+from weft.models.common.batch import Batch, token_batch, token_example
 from weft.models.common.dropout import DropoutDraws, call_key, drop, times_factors
 from weft.models.common.dropout_mode import CounterDropout, may_drop
 from weft.models.user_specs import measure_blocks
@@ -308,7 +308,12 @@ def test_alpha_drop_out_is_rejected_by_name() -> None:
 
 def test_a_block_that_is_rejected_says_what_to_change_and_nothing_else() -> None:
     batch = token_example(2, 8)
-    blocks = {"embed": nn.Embedding(16, 4, device="meta"), "head": nn.AlphaDropout(0.1)}
+
+    class Dropping(nn.AlphaDropout):
+        def forward(self, ids: Tensor, batch: Batch) -> Tensor:
+            return super().forward(F.one_hot(ids, 4).float())
+
+    blocks = {"head": Dropping(P)}
     with pytest.raises(PlanError) as caught:
         measure_blocks(blocks, batch, name="mine")
     assert str(caught.value) == (
