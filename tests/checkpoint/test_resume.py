@@ -689,6 +689,26 @@ def test_another_packing_of_the_same_tokens_is_other_data(tmp_path):
     assert not list(data_changes(without_packing, second)), "a checkpoint of an older weft"
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_the_same_tokens_in_other_documents_are_other_data_where_documents_are_packed(
+    tmp_path, packing
+):
+    text = "some text of a document. " * 8
+    found = {}
+    for cut in (40, 60):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / "a.txt").write_text(text[:cut])
+        (folder / "b.txt").write_text(text[cut:])
+        data = DataConfig(source=str(folder), seq_len=8, packing=packing)
+        found[cut] = open_data(data, FAMILIES["llama3"].Config()).facts()
+    changes = [change.what for change in data_changes(found[40], found[60])]
+    what = "other data than the checkpoint was trained on: documents_sha256 differs"
+    assert changes == ([what] if packing == "documents" else [])
+    found[40].pop("documents_sha256", None)
+    assert not list(data_changes(found[40], found[60])), "a checkpoint of an earlier version"
+
+
 def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeypatch):
     right = os.write
     room = [10_000]

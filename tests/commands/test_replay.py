@@ -63,6 +63,35 @@ def test_a_failed_step_is_repeated_with_its_block_and_samples(
     assert "equal within 1e-09 (float64 rounding)" in lines[-1]
 
 
+def test_a_failed_step_is_repeated_with_the_rates_and_checkpoints_of_its_time(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    keys = [
+        "--optim.warmup",
+        "0",
+        "--optim.clip",
+        "0",
+        "--save.every",
+        "1",
+        "--save.keep",
+        "9",
+        "--steps",
+        "5",
+    ]
+    failing = ("--guard.nonfinite", "rollback", "--guard.max_failures", "1", "--save.every", "9")
+    assert (
+        main(["train", *words_of(text, out, *keys, *failing, "--optim.lr", "1e200")]) == EXIT_FAILED
+    )
+    again = ("--resume", str(out / "ckpt" / "step-000000"), "--optim.lr", "1e-3")
+    assert main(["train", *words_of(text, out, *keys, *again)]) == EXIT_OK
+    lines = replay(capsys, out)
+    assert "step 2 repeated on one device, from " in lines[0]
+    assert lines[-1] == "not finite here either"
+    lines = replay(capsys, out, "--step", "4")
+    assert "; equal within" in lines[-1]
+
+
 def test_steps_after_a_skipped_update_are_repeated_from_the_initial_parameters(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,16 @@ def test_an_elastic_run_shrinks_to_its_ranks_and_returns_to_its_mesh(monkeypatch
     assert small.batch == again.batch
 
 
+def test_an_elastic_run_whose_full_mesh_is_impossible_is_rejected_on_any_number_of_ranks(
+    tmp_path, capsys
+):
+    words = ("--mesh", "dp4", "--nproc", "2", "--run.elastic", "True", "--batch.global_size", "4")
+    words = (*words, "--batch.micro_size", "2")  # as many as dp2 takes
+    assert main(["train", *TINY, *words, "--out", str(tmp_path / "new")]) == EXIT_USER
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: batch.global_size: does not divide into micro-batches (got 4; ")
+
+
 def test_without_elastic_fewer_ranks_are_rejected_in_a_line_that_names_the_key(monkeypatch, capsys):
     set_world(monkeypatch, 2)
     assert main(["train", "--mesh", "dp4"]) == EXIT_USER

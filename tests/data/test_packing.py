@@ -53,7 +53,7 @@ def test_bounds_on_the_disk_are_found_as_in_memory(tmp_path, monkeypatch, block)
     monkeypatch.setattr(bounds_module, "BLOCK", block)
     inside = np.cumsum(np.random.default_rng(3).integers(0, 4, 200))
     inside.astype("<i8").tofile(tmp_path / "a.idx")
-    on_disk = BoundsFile(tmp_path / "a.idx", 200)
+    on_disk = BoundsFile(tmp_path / "a.idx", 200, sha256="")
     assert np.array_equal(on_disk[:], inside)
     for low in range(-1, int(inside[-1]) + 2, 3):
         expected = inside[(inside > low) & (inside <= low + 7)]

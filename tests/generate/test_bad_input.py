@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.generate.stored import write_checkpoint, write_run
+from tests.user_models import two_streams
 from weft.cli import main
 from weft.errors import EXIT_USER
 
@@ -155,3 +156,30 @@ def test_an_export_without_tokenizer_is_noted_and_named_on_generation(
     argv = ["generate", str(exported), "--prompt", "a"]
     assert main(argv) == EXIT_USER
     assert f"tokenizer: {exported} has no tokenizer.json. Fix: " in capsys.readouterr().err
+
+
+def test_a_model_without_logits_of_each_token_generates_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = Path(two_streams.__file__).read_text(encoding="utf-8")
+    loss = """
+class Loss(nn.Module):
+    def forward(self, both, batch):
+        return nn.functional.cross_entropy(both[1].flatten(0, 1), batch.targets.flatten(), reduction="sum")
+"""
+    source = source.replace("return self.proj(", "return self.proj(streams['x']), self.proj(")
+    source = source.replace('"head": Head(c)}', '"head": Head(c), "loss": Loss()}')
+    model = tmp_path / "two_outputs.py"
+    model.write_text(source.replace("\ndef blocks", f"{loss}\n\ndef blocks"), encoding="utf-8")
+    out = str(tmp_path / "run")
+    words = f"{model} --steps 1 --prove.before never --batch.global_size 2 --data.seq_len 16"
+    train = ["train", *words.split(), "--out", out, "--report", "False"]
+    assert main([*train, "--sample", "4"]) == EXIT_USER
+    wanted = f"error: sample: head of {model} yields no logits of each token, so there is no text"
+    assert wanted in capsys.readouterr().err
+    assert main(train) == 0
+    capsys.readouterr()
+    assert main(["generate", out, "--prompt", "a", "--tokens", "2", "--transport", "threads"])
+    told = capsys.readouterr().err
+    assert "model: its last output is no logits of each token" in told
+    assert "Traceback" not in told

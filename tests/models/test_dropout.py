@@ -22,9 +22,10 @@ from weft.core.entry_places import DimEntries, DimShard, ShardingRank, held_entr
 from weft.data.order import draw_keys
 from weft.errors import PlanError
 from weft.models.common.attention_spec import visible_keys
-from weft.models.common.batch import token_batch
+from weft.models.common.batch import Batch, token_batch, token_example
 from weft.models.common.dropout import DropoutDraws, call_key, drop, times_factors
 from weft.models.common.dropout_mode import CounterDropout, may_drop
+from weft.models.user_specs import measure_blocks
 from weft.parallel.model.dropout_blocks import BlockName, DroppingBlock
 from weft.prove.raw_batch import with_draw_keys
 
@@ -303,6 +304,22 @@ def test_a_tensor_without_sequences_first_is_rejected() -> None:
 def test_alpha_drop_out_is_rejected_by_name() -> None:
     with CounterDropout("layer0", keys_of(4)), pytest.raises(PlanError, match="alpha dropout"):
         nn.AlphaDropout(P)(torch.ones(4, 8))
+
+
+def test_a_block_that_is_rejected_says_what_to_change_and_nothing_else() -> None:
+    batch = token_example(2, 8)
+
+    class Dropping(nn.AlphaDropout):
+        def forward(self, ids: Tensor, batch: Batch) -> Tensor:
+            return super().forward(F.one_hot(ids, 4).float())
+
+    blocks = {"head": Dropping(P)}
+    with pytest.raises(PlanError) as caught:
+        measure_blocks(blocks, batch, name="mine")
+    assert str(caught.value) == (
+        "head: alpha dropout draws random numbers, which would differ between layouts. "
+        "Fix: nn.Dropout in its place"
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -90,6 +90,17 @@ def test_steps_behind_a_restart_count_once_and_are_reported(tmp_path: Path) -> N
     assert final_figures(run)["last loss"] == "2.5000 nats"
 
 
+def test_evaluations_and_texts_that_a_resume_went_back_behind_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0], status="")
+    for step, loss in ((1, 2.9), (2, 1.9)):
+        text = {"event": "sample", "step": step, "prompt": "a", "text": f"of {loss}"}
+        add_events(folder, {"event": "eval", "step": step, "loss": loss, "tokens": 9}, text)
+    add_events(folder, {"event": "resume", "step": 1})
+    run = RunRecord.read(folder)
+    assert run.evaluations == ((1, 2.9),)
+    assert [sample["text"] for sample in run.samples] == ["of 2.9"]
+
+
 def test_texts_of_a_run_are_inert(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [3.0, 2.0], mesh=HOSTILE)
     note = {"event": "note", "step": 1, "text": HOSTILE}

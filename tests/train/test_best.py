@@ -107,6 +107,21 @@ def test_training_stops_early_and_a_resume_stays_stopped(tmp_path):
     assert best_step(out) == 5
 
 
+def test_a_resume_from_before_the_best_checkpoint_forgets_it(tmp_path):
+    out = tmp_path / "run"
+    words = "--save.every 1 --save.keep 2 --save.best True"
+    trained(out, f"--steps 4 {words}", [3.0, 2.5, 2.0, 1.0])
+    assert best_step(out) == 4
+    back = f"{words} --resume {out}/ckpt/step-000003"
+    again = trained(out, f"--steps 6 {back}", [9.0, 8.0, 7.0])
+    assert best_step(out) == 3, "step 4 is another one now"
+    assert again[-1]["best_step"] == 3
+    assert json.loads((out / "best.json").read_text()) == {"step": 3, "loss": 2.0}
+    assert sorted(step for step, _ in checkpoints(out)) == [3, 5, 6]
+    trained(out, f"--steps 7 {words} --resume auto --eval.every 7", [1.5])
+    assert best_step(out) == 7, "the loss of 1.0 is of steps that were left"
+
+
 @pytest.mark.parametrize("words", ["--mesh dp2", "--mesh pp2"])
 def test_eval_finds_the_loss_of_the_run_on_any_layout(tmp_path, capsys, words):
     (tmp_path / "t.txt").write_text(TEXT)

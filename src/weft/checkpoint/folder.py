@@ -123,16 +123,27 @@ def write_best(run_folder: Path, *, step: int, loss: float) -> None:
     temporary.rename(run_folder / BEST)
 
 
-def best_step(run_folder: Path) -> int | None:
-    """The step of the checkpoint with the lowest evaluation loss; None where none is recorded, or
-    it is gone.
-    """
+def forget_best(run_folder: Path) -> None:
+    """Record no checkpoint as the best one."""
+    (run_folder / BEST).unlink(missing_ok=True)
+
+
+def recorded_best(run_folder: Path) -> int | None:
+    """The step that is recorded as the one with the lowest evaluation loss."""
     path = run_folder / BEST
     try:
         step = read_json_object(path, max_bytes=MAX_BEST_BYTES, within=run_folder).get("step")
     except UnreadableFile:
         return None
-    if type(step) is not int or step < 0 or not checkpoint_path(run_folder, step).is_dir():
+    return step if type(step) is int and step >= 0 else None
+
+
+def best_step(run_folder: Path) -> int | None:
+    """The step of the checkpoint with the lowest evaluation loss; None where none is recorded, or
+    it is gone.
+    """
+    step = recorded_best(run_folder)
+    if step is None or not checkpoint_path(run_folder, step).is_dir():
         return None
     return step
 

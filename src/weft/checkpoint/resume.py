@@ -78,6 +78,9 @@ SAME_DATA_FACTS = ("sha256", "samples", "weights")
 SAME_DATA_FACTS_ONCE = ("sha256", "samples", "shares")
 """Those of checkpoints of earlier versions, whose mixtures have no `weights`."""
 
+DOCUMENTS_SHA256 = "documents_sha256"
+"""Fact of a text packed by documents, which checkpoints of earlier versions do not have."""
+
 PACKING = "packing"
 """Fact of a text: sequences packed in another way have the same hash and number, and other targets."""
 
@@ -329,6 +332,8 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
 def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Fault]:
     """Facts about the data source that differ from those in the checkpoint."""
     keys = SAME_DATA_FACTS if "weights" in stored else SAME_DATA_FACTS_ONCE
+    if DOCUMENTS_SHA256 in current:
+        keys = (*keys, DOCUMENTS_SHA256)
     for key in keys:
         if key in stored and stored[key] != current.get(key):
             fix = "resume with the data that the run was trained on, or start a new run"

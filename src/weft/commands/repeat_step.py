@@ -123,7 +123,10 @@ class Repetition:
             self.is_equal = not repeated.is_finite
             if self.is_equal:
                 return "not finite here either"
-            return "finite here: the recorded layout, or the hardware, made it not finite"
+            reasons = "the recorded layout, or the hardware, made it not finite"
+            if step.has_started_again:
+                reasons = f"a key that the run.toml of a later start changed, {reasons}"
+            return f"finite here: {reasons}"
         loss = relative_difference(step.loss, repeated.loss)
         norm = relative_difference(step.grad_norm, repeated.grad_norm)
         differences = f"relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"

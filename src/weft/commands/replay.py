@@ -127,8 +127,19 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
         skipped = None
     else:
         skipped = tuple(record.get("skipped_batches", ()))
-    start = _start(folder, number, events=events, records=records, skipped=skipped)
+    before = events if record is None else _events_before(events, record)
+    after = events[len(before) :]
+    gone_back_to = [event["step"] for event in after if event["event"] in ("resume", "restart")]
+    start = _start(
+        folder,
+        number,
+        events=events,
+        records=records,
+        skipped=skipped,
+        newest=min(gone_back_to, default=number),
+    )
     result = record or steps[number]
+    trained = step_history(before)
     return StepToRepeat(
         number=number,
         loss=_number(result.get("loss")),
@@ -137,8 +148,9 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
         checkpoint=start.checkpoint,
         num_done=start.num_done,
         skipped_batches=start.skipped_batches,
-        lrs={step: event["lr"] for step, event in steps.items() if _number(event.get("lr"))},
-        not_updated=_skipped_steps(events),
+        lrs={event["step"]: event["lr"] for event in trained if _number(event.get("lr"))},
+        not_updated=_skipped_steps(before),
+        has_started_again=any(event["event"] == "run" for event in after),
     )
 
 
@@ -175,6 +187,19 @@ def _record_of(records: Sequence[Mapping[str, Any]], number: int) -> Mapping[str
     return min(found, key=lambda record: len(record.get("skipped_batches", ())), default=None)
 
 
+def _events_before(
+    events: Sequence[dict[str, Any]], record: Mapping[str, Any]
+) -> Sequence[dict[str, Any]]:
+    """The events up to the failure that a record is of: later ones may train its steps again, with
+    other learning rates.
+    """
+    for index, event in enumerate(events):
+        places = (event.get("step"), event.get("batch"))
+        if event["event"] == "guard" and places == (record["step"], record["batch"]):
+            return events[: index + 1]
+    return events
+
+
 def _number(value: object) -> float | None:
     if isinstance(value, (int, float)):
         return float(value)
@@ -206,14 +231,16 @@ def _start(
     events: Sequence[Mapping[str, Any]],
     records: Sequence[Mapping[str, Any]],
     skipped: tuple[int, ...] | None,
+    newest: int,
 ) -> _ReplayStart:
     """The newest checkpoint before step `number` that was trained on the same batches.
 
     Args:
+        newest: checkpoints of more steps were written after the run had gone back.
         skipped: the batches that were left out when the step failed; None: those of today.
     """
     for step, path in checkpoints(folder):
-        if step >= number:
+        if step >= number or step > newest:
             continue
         try:
             position = read_manifest(path).facts.position

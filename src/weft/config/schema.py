@@ -500,7 +500,9 @@ class GuardConfig(ConfigSection):
         description="loss, norm or gradient not finite: stop, skip the update, or go back to the newest checkpoint",
     )
     max_failures: int = Field(
-        8, ge=1, description="failed steps in a row after which skip and rollback stop"
+        8,
+        ge=1,
+        description="failed steps in a row that skip and rollback allow: one more stops the run",
     )
     spike: float = Field(
         0.0,
@@ -529,7 +531,7 @@ class SupervisionConfig(ConfigSection):
         0.0,
         ge=0,
         le=1e6,
-        description="seconds without progress after which a rank is hung; 0: 5 times the step time, at least 2 s",
+        description="seconds without progress after which a rank is hung; 0: 2 s to 1 min in steps (docs/faults.md)",
     )
     restarts: Annotated[int, Field(ge=0, le=1000)] | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +27,15 @@ SCANNED_BOUNDS = 2**20
 
 @dataclass(frozen=True)
 class BoundsFile:
-    """Bounds that stay on the disk."""
+    """Bounds that stay on the disk.
+
+    Attributes:
+        sha256: of the file, as the metadata of its folder state it.
+    """
 
     path: Path
     length: int
+    sha256: str
 
     def __len__(self) -> int:
         return self.length
@@ -80,3 +86,10 @@ def longest_document(bounds: Bounds) -> tuple[int, int]:
             best_number = first + index
             best_length = length
     return best_number, best_length
+
+
+def sha256_of(bounds: Bounds) -> str:
+    """SHA-256 of bounds as an .idx file has them; of a file what its metadata say."""
+    if isinstance(bounds, BoundsFile):
+        return bounds.sha256
+    return hashlib.sha256(np.ascontiguousarray(bounds, dtype=BOUND).data).hexdigest()

@@ -168,8 +168,10 @@ class Prepared:
 
     def bounds(self, split: Split) -> BoundsFile:
         """Index of every document's first token, and the number of tokens."""
-        num_bounds = self.meta.splits[split].documents + 1
-        return BoundsFile(path=self.folder / f"{split}.idx", length=num_bounds)
+        info = self.meta.splits[split]
+        return BoundsFile(
+            path=self.folder / f"{split}.idx", length=info.documents + 1, sha256=info.bounds_sha256
+        )
 
     def damage(self) -> Iterator[str]:
         """Files whose content differs from what was written; reads everything."""

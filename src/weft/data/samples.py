@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.input_spec import TARGETS
+from weft.data.document_bounds import sha256_of
 from weft.data.images import LabelledImages
 from weft.data.mixture import MixtureSampler
 from weft.data.order import Ints, Order, epoch_order, hash_numbers
@@ -19,6 +20,10 @@ from weft.data.packing import pack
 from weft.data.tokens import TokenStream, verified_part
 
 HASH_DIGITS = 12
+DOCUMENTS_SHA256 = "documents_sha256"
+"""Fact of a text packed by documents: a hash of where they begin, which that of the tokens does not
+hold.
+"""
 SUMMED_FACTS = (
     *("bytes", "tokens", "conversations", "pairs", "answers", "targets", "cut", "cut_tokens"),
     *("without_target", "shared_tokens", "samples"),
@@ -156,6 +161,8 @@ class SequenceSamples:
             facts["documents"] = len(stream.documents) - 1
         facts["samples"] = self.num_samples
         facts["packing"] = self.packing
+        if self.packing == "documents":
+            facts[DOCUMENTS_SHA256] = sha256_of(stream.document_bounds)[:HASH_DIGITS]
         facts.update(stream.read_as_fact())
         facts["sha256"] = stream.sha256[:HASH_DIGITS]
         if stream.known_sha256 is not None:
@@ -276,12 +283,13 @@ class MixtureSamples:
         facts = [part.facts() for part in self.parts]
         shares: dict[str, float] = {}
         summary: list[str] = []
-        hashes = ""
+        hashes = document_hashes = ""
         for own, share in zip(facts, self.sampler.shares, strict=True):
             source = str(own["source"])
             shares[source] = share
             summary.append(f"{share:.1%} {source}")
             hashes += str(own["sha256"])
+            document_hashes += str(own.get(DOCUMENTS_SHA256, ""))
         merged: dict[str, object] = {"source": ", ".join(summary)}
         for key in SUMMED_FACTS:
             numbers = [int(str(own[key])) for own in facts if key in own]
@@ -294,8 +302,13 @@ class MixtureSamples:
         read_as = [f"{own['source']}: {own['read_as']}" for own in facts if "read_as" in own]
         if read_as:
             merged["read_as"] = "; ".join(read_as)
-        digest = hashlib.sha256(hashes.encode()).hexdigest()
-        merged["sha256"] = digest[:HASH_DIGITS]
+        merged["sha256"] = _short_hash(hashes)
+        if document_hashes:
+            merged[DOCUMENTS_SHA256] = _short_hash(document_hashes)
         merged["shares"] = shares
         merged["weights"] = list(self.sampler.counts)
         return merged
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]

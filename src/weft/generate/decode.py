@@ -14,6 +14,7 @@ from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.model_config import ModelConfig
+from weft.errors import Fault, PlanError
 from weft.generate.cache import (
     DecodeBatch,
     attend_without_cache,
@@ -35,6 +36,7 @@ from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
 from weft.train.init_from import lazy_blocks, place_buffers
 
+LOGITS_DIMS = 3
 TRAINING_BLOCKS = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
 
@@ -221,6 +223,11 @@ class Decoder:
             x = chain({name: block}, x, batch).x
         if stage + 1 < len(self.model.plan.table.stage_to_rank):
             return x
+        if not isinstance(x, Tensor) or x.dim() != LOGITS_DIMS:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            what = "its last output is no logits of each token, so it generates no text"
+            need = "one tensor of [sequences, tokens, vocabulary]"
+            raise PlanError(Fault("model", what, got=f"{got}", need=need))
         if is_selected:
             return x.squeeze(1)
         return _select_columns(x, lasts)

@@ -72,6 +72,8 @@ def measure_blocks(
             with torch.no_grad(), counter, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a dry run, about gradients and devices
                 out = run_block(block_name, block, x, batch)
+        except PlanError:
+            raise  # it says what to change
         except Exception as error:
             fault = Fault(
                 f"{name}: block {block_name!r}",

@@ -123,6 +123,10 @@ class RunHistory:
     def _go_back(self, last_kept: int) -> None:
         """Leave out the steps behind one that is trained again."""
         self.blocks = {step: event for step, event in self.blocks.items() if step <= last_kept}
+        self.samples = {step: event for step, event in self.samples.items() if step <= last_kept}
+        self.evaluations = {
+            step: loss for step, loss in self.evaluations.items() if step <= last_kept
+        }
         kept = [at for at, step in enumerate(self.steps) if step <= last_kept]
         if len(kept) == len(self.steps):
             return

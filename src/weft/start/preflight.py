@@ -79,6 +79,9 @@ def _on_ranks_here(run: Run) -> Run:
         checks = config_checks(full.with_values({"mesh": mesh}))
         return not any(check.fails() for check in checks)
 
+    if not is_valid(full_mesh):
+        # its faults are reported now, and not when all ranks are back
+        return full.with_values({"nproc": None})
     layout = _elastic_layout(full_mesh, run.nproc, is_valid=is_valid)
     return run.with_values(layout)
 

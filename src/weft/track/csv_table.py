@@ -1,4 +1,4 @@
-"""CSV: RUN/metrics.csv, one row a step or evaluation, one column a series."""
+"""CSV: RUN/metrics.csv, one row a step, evaluation or save, one column a series."""
 
 from __future__ import annotations
 

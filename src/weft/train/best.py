@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.checkpoint.folder import checkpoints, forget_best, recorded_best, write_best
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.errors import counted
@@ -93,13 +94,34 @@ def recorded_history(comm: Comm, run_folder: Path, *, start: int, patience: int)
     )
 
 
+def go_back(run_folder: Path, *, start: int) -> None:
+    """Forget a best checkpoint of a step after the first `start`, which is trained again: the lowest
+    loss up to there whose checkpoint is left takes its place. One rank calls it.
+    """
+    best = recorded_best(run_folder)
+    if best is None or best <= start:
+        return
+    saved = {step for step, _ in checkpoints(run_folder)}
+    losses = _recorded_losses(run_folder)
+    left = {step: loss for step, loss in losses.items() if step <= start and step in saved}
+    now = EvalHistory(losses=left).best
+    if now is None:
+        forget_best(run_folder)
+    else:
+        write_best(run_folder, step=now.step, loss=now.loss)
+
+
 def _recorded_losses(run_folder: Path) -> dict[int, float]:
-    """Step -> loss of the evaluations in the events of a run; the last one counts."""
-    losses: dict[int, float] = {}
+    """Step -> loss of the evaluations in the events of a run, without those that a resume went back
+    behind; the last one counts.
+    """
+    history = EvalHistory()
     try:
         for event in read_run_events(run_folder / EVENTS):
-            if event["event"] == "eval" and isinstance(event.get("loss"), float):
-                losses[int(event["step"])] = event["loss"]
+            if event["event"] in ("resume", "restart"):
+                history.forget_above(event["step"])
+            elif event["event"] == "eval" and isinstance(event.get("loss"), float):
+                history.add(event["step"], event["loss"])
     except (UnreadableFile, ValueError):
-        return losses  # no events yet, or damaged ones: the evaluations before count
-    return losses
+        return history.losses  # no events yet, or damaged ones: the evaluations before count
+    return history.losses

@@ -33,6 +33,8 @@ class StepToRepeat:
         skipped_batches: batches that no step trains on.
         lrs: step -> recorded learning rate.
         not_updated: steps whose update a guard skipped.
+        has_started_again: whether the run was started again after the failure, so that its config may
+            have other keys now.
     """
 
     number: int
@@ -44,6 +46,7 @@ class StepToRepeat:
     skipped_batches: tuple[int, ...]
     lrs: Mapping[int, float]
     not_updated: frozenset[int]
+    has_started_again: bool = False
 
 
 @dataclass(frozen=True)

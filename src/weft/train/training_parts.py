@@ -29,7 +29,7 @@ from weft.data.samples import Samples
 from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
 from weft.run.world import Attempt
-from weft.train.best import recorded_history
+from weft.train.best import go_back, recorded_history
 from weft.train.build import RunSteps
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
@@ -266,12 +266,13 @@ def build_straggler_watch(config: GuardConfig, comm: Comm) -> StragglerWatch | N
 
 
 def clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
-    """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every
-    rank must call it.
+    """Remove leftovers, set later checkpoints aside, and forget a later best one (on rank 0); returns
+    the renamed ones. Every rank must call it.
     """
     renamed: tuple[Path, ...] = ()
     if comm.rank == 0:
         remove_leftovers(run_folder)
         renamed = set_aside(run_folder, above=above)
+        go_back(run_folder, start=above)
     comm.barrier_world()
     return renamed

@@ -116,7 +116,10 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(
             ("profile", "steps"), partial(sections.profile_faults, run.profile, num_steps=run.steps)
         ),
-        Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
+        Check(
+            reads=("model", "sample"),
+            find=partial(unused_keys.sample_is_text, model, run.sample, seq_len=seq_len),
+        ),
         Check(("model", "data"), partial(unused_keys.text_options_are_of_text, model, data)),
         Check(("alert",), partial(sections.secret_faults, run.alert)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),

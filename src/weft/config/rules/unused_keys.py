@@ -25,9 +25,11 @@ from weft.core.transports import PROCESS, TransportName
 from weft.errors import Fault, MeshError
 
 
-def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
+def sample_is_text(model: ModelConfig, sample: int, *, seq_len: int) -> Iterator[Fault]:
     """Only a language model generates text after the last step."""
-    if sample and model.kind != "tokens":
+    if not sample:
+        return
+    if model.kind != "tokens":
         yield Fault(
             "sample",
             f"{model.family} reads {model.kind} and generates no text",
@@ -35,11 +37,20 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
             need="0",
             fix="--sample 0",
         )
-    elif sample and getattr(model, "labels", 0):
+    elif getattr(model, "labels", 0):
         what = "a model with labels scores texts and generates none"
         yield Fault("sample", what, got=str(sample), need="0", fix="--sample 0")
+    else:
+        *_, last, _loss = model.block_specs(seq_len)
+        if last.out[:2] != ("batch", "seq") or len(last.out) != LOGITS_DIMS:
+            what = (
+                f"{last.name} of {model.family} yields no logits of each token, so there is no text"
+            )
+            yield Fault("sample", what, got=str(sample), need="0", fix="--sample 0")
 
 
+LOGITS_DIMS = 3
+"""Sequences, tokens, entries of the vocabulary."""
 OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "round_trip", "long")
 """Options of data that are read of text alone."""
 
