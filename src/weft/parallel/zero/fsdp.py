@@ -29,6 +29,7 @@ from weft.parallel.zero.registered_shards import (
     move_values,
     register_shards,
 )
+from weft.parallel.zero.registered_values import values_of_blocks
 from weft.parallel.zero.shard_entries import ShardGroup
 from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks
 from weft.parallel.zero.sharded_tensor import local_of, sharded
@@ -66,9 +67,10 @@ class FullyShardedDataParallel(SynchronizedModule):
     wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
     LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
     Attributes that the wrapper does not have are those of the module.
-    Inside the forward of its block `module.weight` is the unsharded parameter; under `zero=3` it is NaN
-    elsewhere. Several backwards a step add up, also under `no_sync()`, and gradients may be zeroed
-    or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
+    Inside the forward of its block `module.weight` is the unsharded parameter, also by
+    `named_parameters()` and `torch.func.functional_call`; under `zero=3` it is NaN elsewhere. Several
+    backwards a step add up, also under `no_sync()`, and gradients may be zeroed or discarded at any
+    place. Frozen, unused and tied parameters and uneven shapes are allowed;
     parameters may be frozen, unfrozen, moved and cast later. A parameter that no rank has used since
     the last step keeps the `.grad` it had: None at first and after `zero_grad()`, zeros after
     `zero_grad(set_to_none=False)` of a gradient, as in one process.
@@ -172,8 +174,13 @@ class FullyShardedDataParallel(SynchronizedModule):
             self._groups, ShardGroup(comm, how.axis), originals=originals, holders=self._holders
         )
         shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
+        self._values = values_of_blocks(chain, shard_of_param)
+        for block, values in zip(chain, self._values, strict=True):
+            self._hooks += values.register_hooks(block)
         register_shards(module, shard_of_param)
         mark_wrapped(module.parameters(), self)
+        for group in self._groups:
+            mark_wrapped(group.params.values(), self)  # registered while their block runs
         self._is_stale = False
         self._is_in_forward = False
         self._held: dict[str, HeldGradient] = {}
@@ -256,6 +263,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards under the names that the module's parameters had unwrapped."""
+        self._hide_after_error()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -275,6 +283,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         Raises:
             PlanError: a parameter was written while its memory is freed.
         """
+        self._hide_after_error()
         for group in self._groups:
             group.check_unwritten()
         state: dict[str, Any]
@@ -302,6 +311,7 @@ class FullyShardedDataParallel(SynchronizedModule):
                     fix="load_state_dict(state) copies the values",
                 )
             )
+        self._hide_after_error()
         keys = self.module.load_state_dict(state_dict, strict)
         self._is_stale = True
         return keys
@@ -309,6 +319,7 @@ class FullyShardedDataParallel(SynchronizedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        self._hide_after_error()
         for group in self._groups:
             for name, param in group.params.items():
                 shard = self._shard_of[name]
@@ -375,6 +386,11 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._is_in_forward = True
         return self._cast((args, kwargs))
 
+    def _hide_after_error(self) -> None:
+        """Have the shards registered where the last backward has raised an error."""
+        for values in self._values:
+            values.hide_after_error()
+
     @not_compiled
     def _after_module(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -396,6 +412,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         """Have blocks compute with what scripts have made of the shards: frozen and unfrozen ones, moved and
         cast ones, changed values. Every rank has made the same changes.
         """
+        self._hide_after_error()
         check_all_wrapped(self.module, self)
         found = self._states()
         if found == self._noted:
