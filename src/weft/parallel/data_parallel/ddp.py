@@ -157,6 +157,7 @@ class DistributedDataParallel(SynchronizedModule):
             self.comm,
             reduce_axes=dict.fromkeys(trained, axes),
             bucket_bytes=self._options.bucket_bytes,
+            grad_scale=1.0 / self.comm.degree(self.axis),
         )
         # Gradients of earlier backwards under `no_sync()` go on counting as used.
         self._reducer.arrived |= arrived
@@ -189,10 +190,8 @@ class DistributedDataParallel(SynchronizedModule):
         reducer.finish()
         self._overlaps = not reducer.has_repeated
         attendance = self._attendance
-        divisor = float(self.comm.degree(self.axis))
         if attendance is not None and self._divides_by_present:
-            divisor *= attendance.share
-        reducer.scale(1.0 / divisor)
+            reducer.scale(1.0 / attendance.share)
         for group in reducer.groups:
             for name in group.params:
                 if name in used:
