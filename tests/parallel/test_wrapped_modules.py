@@ -242,6 +242,9 @@ def test_a_forward_that_computes_gradients_defers_none_of_them_to_a_split_backwa
     match = "create_graph=True, and its backward is split"
     with split, pytest.raises(PlanError, match=match):
         force(split_net, x, create_graph=True)
+    match = "with regard to its weights, and its backward is split"
+    with split, pytest.raises(PlanError, match=match):
+        torch.autograd.grad(split_net(x).sum(), split_net.weight)
 
 
 # what wrappers reject

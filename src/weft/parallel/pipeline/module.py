@@ -532,7 +532,8 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
         inputs = list(tensors_in(x))
         # A write in place counts the version up, also one through a view.
         versions = [tensor._version for tensor in inputs]
-        x = call_block(meta_block, x)
+        with torch.device("meta"):  # also what the block makes without a device
+            x = call_block(meta_block, x)
         writes_input = [tensor._version for tensor in inputs] != versions
         packing = packing_of(x, block=index)
         if packing is None:
