@@ -15,7 +15,7 @@ from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.buffers import stored_buffers
+from weft.parallel.model.buffers import broadcast_first, stored_buffers
 from weft.parallel.zero.buckets import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.synchronized import SynchronizedModule
@@ -247,4 +247,4 @@ class DistributedDataParallel(SynchronizedModule):
 def broadcast_module(module: nn.Module, comm: Comm, axis: Axis) -> None:
     """Give every rank the first rank's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
-        comm.broadcast_(tensor, axis, root=0)
+        broadcast_first(tensor, comm, axis)
