@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -33,7 +34,7 @@ class RegisteredParam(NamedTuple):
     unsharded: nn.Parameter
 
 
-class RegisteredValues:
+class BlockValues:
     """The parameters of a block's own modules, which are registered unsharded between `expose` and `hide`; pairs
     of these may be nested.
     """
@@ -41,7 +42,6 @@ class RegisteredValues:
     def __init__(self, params: Iterable[RegisteredParam]) -> None:
         self._params = tuple(params)
         self._depth = 0
-        self._in_backward = False
 
     def expose(self) -> None:
         """Register the unsharded parameters."""
@@ -71,45 +71,96 @@ class RegisteredValues:
                 if module._parameters[name] is unsharded:
                     module._parameters[name] = shard
 
-    def hide_after_error(self) -> None:
-        """Register the shards where the last backward has raised an error, so that nothing was called at its end."""
-        if self._in_backward and backward_id() == NO_BACKWARD:
-            self._in_backward = False
-            self.hide_all()
 
-    def register_hooks(self, block: nn.Module) -> list[RemovableHandle]:
-        """Have the forward and the backward of a block expose them; to be called after all other hooks of the
-        block that are called before its forward.
+class RegisteredValues:
+    """The parameters of all blocks of a wrapped module: those of a block are exposed in its forward, those of
+    all blocks in each backward.
+    """
+
+    def __init__(self, chain: tuple[nn.Module, ...], shard_of: Mapping[int, nn.Parameter]) -> None:
+        """To be called before shards are registered.
+
+        Args:
+            chain: the blocks.
+            shard_of: id of an unsharded parameter -> its shard.
         """
-        begin = _begin_of(weakref.ref(self))
+        self._blocks = [
+            BlockValues(
+                RegisteredParam(module, name, shard_of[id(param)], param)
+                for _, module in own_modules(block, chain)
+                for name, param in module._parameters.items()
+                if param is not None
+            )
+            for block in chain
+        ]
+        self._in_backward = False
+        self._outputs: list[Any] | None = None
 
-        @not_compiled
-        def before_forward(module: nn.Module, args: Any) -> None:
-            self.expose()
+    def register_hooks(self, chain: tuple[nn.Module, ...]) -> list[RemovableHandle]:
+        """Have the forwards of the blocks expose their parameters; to be called after all other hooks that are
+        called before these forwards.
+        """
+        hooks: list[RemovableHandle] = []
+        for block, values in zip(chain, self._blocks, strict=True):
+            hooks.append(block.register_forward_pre_hook(_expose(values)))
+            hooks.append(block.register_forward_hook(self._hide(values), always_call=True))
+        return hooks
 
+    def _hide(self, values: BlockValues) -> Callable[[nn.Module, Any, Any], None]:
         @not_compiled
-        def after_forward(module: nn.Module, args: Any, out: Any) -> None:
-            self.hide()
-            for tensor in tensors_in(out):
+        def hide(module: nn.Module, args: Any, out: Any) -> None:
+            values.hide()
+            if self._outputs is not None:
+                self._outputs.append(out)
+
+        return hide
+
+    def begin_forward(self) -> None:
+        """Note the outputs of blocks until `end_forward`."""
+        self._outputs = []
+
+    def end_forward(self, *, is_seen: bool) -> None:
+        """The forward of the whole module has ended, perhaps by an error.
+
+        Args:
+            is_seen: whether `begin_backward` will be called; else hooks on the outputs of blocks do so.
+        """
+        outputs = self._outputs
+        self._outputs = None
+        if not is_seen and torch.is_grad_enabled():
+            begin = _begin_of(weakref.ref(self))
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
 
-        return [
-            block.register_forward_pre_hook(before_forward),
-            block.register_forward_hook(after_forward, always_call=True),
-        ]
-
     def begin_backward(self) -> None:
-        """An output of the block has its gradient: expose the parameters until the backward ends."""
+        """A backward begins, in which a part of a block may be recomputed: expose all parameters until it ends."""
         self.hide_after_error()
         if not self._in_backward:
             self._in_backward = True
-            self.expose()
+            for values in self._blocks:
+                values.expose()
             after_this_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self.hide()
+        for values in self._blocks:
+            values.hide()
+
+    def hide_after_error(self) -> None:
+        """Register the shards where the last backward has raised an error, so that nothing was called at its end."""
+        if self._in_backward and backward_id() == NO_BACKWARD:
+            self._in_backward = False
+            for values in self._blocks:
+                values.hide_all()
+
+
+def _expose(values: BlockValues) -> Callable[[nn.Module, Any], None]:
+    @not_compiled
+    def expose(module: nn.Module, args: Any) -> None:
+        values.expose()
+
+    return expose
 
 
 def _begin_of(weak_values: weakref.ref[RegisteredValues]) -> Callable[[Tensor], None]:
@@ -121,22 +172,3 @@ def _begin_of(weak_values: weakref.ref[RegisteredValues]) -> Callable[[Tensor], 
             values.begin_backward()
 
     return begin
-
-
-def values_of_blocks(
-    chain: tuple[nn.Module, ...], shard_of: Mapping[int, nn.Parameter]
-) -> list[RegisteredValues]:
-    """Those of each block of a chain, in its order; to be called before shards are registered.
-
-    Args:
-        shard_of: id of an unsharded parameter -> its shard.
-    """
-    return [
-        RegisteredValues(
-            RegisteredParam(module, name, shard_of[id(param)], param)
-            for _, module in own_modules(block, chain)
-            for name, param in module._parameters.items()
-            if param is not None
-        )
-        for block in chain
-    ]

@@ -196,8 +196,10 @@ class SynchronizedModule(nn.Module):
                 raise PlanError(fault)
         self._interrupted = frozenset()
 
-    def _after_forward(self, outputs: Any) -> None:
-        """Called after each forward with gradients: hooks on its outputs begin its backward."""
+    def _after_forward(self, outputs: Any) -> bool:
+        """Called after each forward with gradients: hooks on its outputs begin its backward. Returns whether
+        there are any.
+        """
         must_sync = self._is_sync_enabled
         self._expects_backward |= must_sync
         begin = _begin_of(weakref.ref(self), must_sync)
@@ -207,6 +209,7 @@ class SynchronizedModule(nn.Module):
         self._syncs_unhooked = must_sync and not hooked
         if self._syncs_unhooked:
             self._require_sync()
+        return bool(hooked)
 
     def _require_sync(self) -> None:
         self._must_sync = True
