@@ -28,6 +28,21 @@ def test_every_transport_between_threads_that_is_found_conforms(check, transport
 
 
 @pytest.mark.parametrize("transport", thread_transports())
+def test_collectives_keep_the_16_bit_type_that_autocast_does_not_have(transport):
+    """torch.cat rejects it there."""
+
+    def rank(comm):
+        x = torch.full((2, 2), comm.rank + 1.0, dtype=torch.float16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return comm.all_gather(x, "dp", dim=1), comm.all_to_all(x, "dp")
+
+    for index, (gathered, exchanged) in enumerate(run_ranks("dp2", rank, transport=transport)):
+        assert gathered.dtype == exchanged.dtype == torch.float16
+        assert gathered.tolist() == [[1, 1, 2, 2]] * 2
+        assert exchanged.tolist() == [[1, 1], [2, 2]], index
+
+
+@pytest.mark.parametrize("transport", thread_transports())
 def test_a_rank_that_fails_ends_the_calls_of_the_others(transport):
     ended = []
 

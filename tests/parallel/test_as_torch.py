@@ -961,3 +961,24 @@ def test_two_axes_shard_inside_and_replicate_outside() -> None:
                 atol=RTOL,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_mean_that_float16_holds_is_right_where_the_sum_is_not(wrap: Wrap) -> None:
+    """Gradients of 40,000 on two ranks: their sum is infinite in float16."""
+
+    def rank(comm: Comm) -> list[Tensor]:
+        net = wrap(nn.Linear(4, 3).half(), comm)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.full((1, 4), 40_000.0, dtype=torch.float16)).sum().backward()
+        gradients: list[Tensor] = []
+        for param in net.parameters():
+            assert param.grad is not None
+            is_shard = isinstance(param.grad, ShardedTensor)
+            gradients.append(param.grad.full_tensor() if is_shard else param.grad)
+        return gradients
+
+    for weight, bias in run_ranks("dp2", rank):
+        assert weight.eq(40_000.0).all()
+        assert bias.eq(1.0).all()

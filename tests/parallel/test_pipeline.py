@@ -597,7 +597,7 @@ def test_a_state_of_other_shapes_is_rejected() -> None:
 
 
 class ScaledByPlainTensor(nn.Module):
-    """A block with a tensor that is neither a parameter nor a buffer."""
+    """A block with a tensor that is neither a parameter nor a buffer, and one that its forward makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -605,7 +605,8 @@ class ScaledByPlainTensor(nn.Module):
         self.scale = torch.full((6,), 2.0, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) * self.scale
+        ones = torch.ones(6, dtype=torch.float64)  # on torch's default device
+        y: Tensor = self.linear(x * ones) * self.scale
         return y
 
 

@@ -369,6 +369,16 @@ def custom_function(bag: Bag, x: Tensor) -> Tensor:
     return _Custom.apply(hidden, bag.w) * bag.w[0]
 
 
+def transforms(bag: Bag, x: Tensor) -> Tensor:
+    """Gradients of each row, which read weights inside of `vmap` and `grad`."""
+
+    def energy(row: Tensor) -> Tensor:
+        return torch.tanh(F.linear(row, bag.w, bag.b)).square().sum()
+
+    forces: Tensor = torch.func.vmap(torch.func.grad(energy))(x)
+    return F.linear(forces, bag.w)
+
+
 def where_and_lists(bag: Bag, x: Tensor) -> Tensor:
     positive = torch.where(x > 0, bag.b, x)
     return positive + torch.stack([x[0], bag.b, bag.b])
@@ -404,6 +414,7 @@ CODE = {
     "addmm": addmm,
     "frozen": frozen_weight,
     "a function of its own": custom_function,
+    "transforms of torch.func": transforms,
     "where and lists": where_and_lists,
     "no weights": no_weights,
 }
@@ -447,7 +458,11 @@ def test_any_code_has_the_gradients_of_the_whole_backward(name: str, grad: bool)
 
 def test_no_parameter_is_touched_before_w() -> None:
     """Except by the functions that no mode sees."""
-    unseen = ("a function of its own", "an activation written into a made weight")
+    unseen = (
+        "a function of its own",
+        "an activation written into a made weight",
+        "transforms of torch.func",
+    )
     for name, function in CODE.items():
         bag = Bag()
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)

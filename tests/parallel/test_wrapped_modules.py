@@ -21,6 +21,7 @@ from weft.parallel.data_parallel.replicas import DataParallel
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.testing import run_ranks
 
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).sin().view(12, 4)
@@ -242,6 +243,9 @@ def test_a_forward_that_computes_gradients_defers_none_of_them_to_a_split_backwa
     match = "create_graph=True, and its backward is split"
     with split, pytest.raises(PlanError, match=match):
         force(split_net, x, create_graph=True)
+    match = "with regard to its weights, and its backward is split"
+    with split, pytest.raises(PlanError, match=match):
+        torch.autograd.grad(split_net(x).sum(), split_net.weight)
 
 
 # what wrappers reject
@@ -322,3 +326,67 @@ def test_a_column_parallel_linear_takes_one_vector() -> None:
         torch.testing.assert_close(column.weight.grad, X[:1].expand(3, 4), rtol=1e-12, atol=0)
 
     run_ranks("tp2", rank)
+
+
+class Graph(nn.Module):
+    """A layer over a graph, whose adjacency matrix is sparse."""
+
+    def __init__(self, num_edges: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        edges = torch.arange(num_edges)
+        values = torch.linspace(1, 2, num_edges, dtype=torch.float64)
+        indices = torch.stack([edges, (edges + 1) % 4])
+        adjacency = torch.sparse_coo_tensor(indices, values, (4, 4), check_invariants=True)
+        self.register_buffer("adjacency", adjacency)
+        filled(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sparse.mm(self.get_buffer("adjacency"), self.linear(x))
+        return y
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, FullyShardedDataParallel])
+def test_a_sparse_buffer_is_that_of_the_first_rank(wrap: Callable[..., Any]) -> None:
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    expected: Tensor = Graph(4)(x)
+
+    def rank(comm: Comm) -> Tensor:
+        net = wrap(Graph(4 - comm.rank), comm)
+        for _ in range(2):
+            y: Tensor = net(x)
+            y.sum().backward()
+        state = net.full_state_dict()
+        torch.testing.assert_close(
+            state["adjacency"].to_dense(), Graph(4).get_buffer("adjacency").to_dense()
+        )
+        return y.detach()
+
+    for y in run_ranks("dp2", rank):
+        torch.testing.assert_close(y, expected.detach(), rtol=1e-14, atol=0)
+
+
+def test_lazy_modules_that_have_not_run_are_rejected() -> None:
+    def rank(comm: Comm) -> None:
+        for wrap in (DistributedDataParallel, FullyShardedDataParallel):
+            lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+            with pytest.raises(
+                PlanError, match=r"0.weight of a lazy module .* Fix: call the module"
+            ):
+                wrap(lazy, comm)
+            lazy(torch.ones(2, 3))
+            net = wrap(lazy, comm)
+            net(torch.ones(2, 3)).sum().backward()
+        params = nn.LazyLinear(4).parameters()
+        with pytest.raises(PlanError, match="parameter 0 of a lazy module has no shape yet"):
+            ShardedOptimizer(params, torch.optim.SGD, comm, lr=0.1)
+        with pytest.raises(PlanError, match=r"PipelineParallel: weight of a lazy module"):
+            PipelineParallel(
+                [nn.LazyLinear(4), nn.ReLU()],
+                comm,
+                loss=F.mse_loss,
+                example=torch.ones(2, 4),
+                microbatches=2,
+            )
+
+    run_ranks("dp2", rank)

@@ -76,7 +76,7 @@ def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The pieces of `x` along `dim`, one after the other in a flat buffer."""
     if dim == 0:
         return flatten(x)
-    return torch.cat([piece.reshape(-1) for piece in torch.split(x.detach(), list(sizes), dim)])
+    return concatenated([piece.reshape(-1) for piece in torch.split(x.detach(), list(sizes), dim)])
 
 
 def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
@@ -89,7 +89,15 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
         return buffer.view(whole_shape)
     flat_pieces = torch.split(buffer, [math.prod(shape) for shape in shapes])
     pieces = [piece.view(*shape) for piece, shape in zip(flat_pieces, shapes, strict=True)]
-    return torch.cat(pieces, dim)
+    return concatenated(pieces, dim)
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors of one dtype, joined along `dim`, also within `torch.autocast` of another 16-bit dtype, which
+    would reject them.
+    """
+    with torch._C._DisableAutocast():
+        return torch.cat(list(tensors), dim)
 
 
 T = TypeVar("T")
@@ -373,7 +381,7 @@ def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: Group) -
     if [piece.shape for piece in given] != [out.shape] * group.degree:
         need = f"{group.degree} pieces of shape {list(out.shape)}"
         raise CommError(f"scatter over {group.axis}: the root needs {need}")
-    packed = torch.cat([piece.detach().reshape(-1) for piece in given])
+    packed = concatenated([piece.detach().reshape(-1) for piece in given])
     if packed.dtype != out.dtype:
         raise CommError(f"scatter over {group.axis}: pieces are {packed.dtype}, out is {out.dtype}")
     return packed

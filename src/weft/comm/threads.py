@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.backends import reduce_in_order
+from weft.comm.collectives import concatenated
 from weft.comm.signature import Signature, check_signatures
 from weft.comm.transport import Call, GroupKey, OnLate, Op, SharedResults, Transport
 from weft.core.mesh import rank_list
@@ -141,7 +142,7 @@ def _concatenated(tensors: Sequence[Tensor], call: Call) -> Tensor:
     """`tensors` joined on the device of the output of `call`."""
     device = call.required_output.device
     moved = [tensor.to(device) for tensor in tensors]
-    return torch.cat(moved)
+    return concatenated(moved)
 
 
 WAIT_SLICE_S = 1.0

@@ -24,7 +24,8 @@ Note [Split backward]
     as in a whole backward, in the same order.
 
     What the mode cannot see is a `torch.autograd.Function` that takes a parameter directly: its
-    gradient arrives during I, right but early.
+    gradient arrives during I, right but early. So does that of what `torch.func` transforms (vmap, grad),
+    which takes no nodes of this kind.
 
     A forward may itself ask for gradients of its input (`torch.autograd.grad`, as models of forces
     do). Such a backward is no part of I: it defers nothing. One that is differentiated again is
@@ -37,11 +38,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -78,6 +80,15 @@ class DeferredWGrad(NamedTuple):
     gradient: Tensor
 
 
+def _reject(what: str) -> NoReturn:
+    fault = Fault(
+        "pipeline.schedule",
+        f"a block {what}, and its backward is split",
+        fix="a schedule without split backwards, such as 1f1b or interleaved",
+    )
+    raise PlanError(fault)
+
+
 class SplitBackward(TorchFunctionMode):
     """The forward of one micro-batch through one stage, and the two parts of its backward. See Note
     [Split backward].
@@ -107,12 +118,7 @@ class SplitBackward(TorchFunctionMode):
         if not self._is_forward:
             self._pending_wgrads.append(wgrad)
         elif torch.is_grad_enabled():
-            fault = Fault(
-                "pipeline.schedule",
-                "a block differentiates in its forward with create_graph=True, and its backward is split",
-                fix="a schedule without split backwards, such as 1f1b or interleaved",
-            )
-            raise PlanError(fault)
+            _reject("differentiates in its forward with create_graph=True")
 
     def __enter__(self) -> SplitBackward:
         self._is_forward = True
@@ -149,7 +155,9 @@ class SplitBackward(TorchFunctionMode):
         """Called by torch in place of `func`, for every function of torch."""
         kwargs = kwargs or {}
         has_weight = self._has_weight(args) or self._has_weight(kwargs.values())
-        if not has_weight or not torch.is_grad_enabled():
+        if func is torch.autograd.grad and has_weight:
+            _reject("differentiates in its forward with regard to its weights")
+        if not has_weight or not torch.is_grad_enabled() or peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         activations = [
             tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in self._weights

@@ -15,7 +15,7 @@ from weft.comm.comm import Comm, comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.buffers import stored_buffers
+from weft.parallel.model.buffers import broadcast_first, stored_buffers
 from weft.parallel.zero.buckets import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.synchronized import SynchronizedModule
@@ -157,6 +157,7 @@ class DistributedDataParallel(SynchronizedModule):
             self.comm,
             reduce_axes=dict.fromkeys(trained, axes),
             bucket_bytes=self._options.bucket_bytes,
+            grad_scale=1.0 / self.comm.degree(self.axis),
         )
         # Gradients of earlier backwards under `no_sync()` go on counting as used.
         self._reducer.arrived |= arrived
@@ -189,10 +190,8 @@ class DistributedDataParallel(SynchronizedModule):
         reducer.finish()
         self._overlaps = not reducer.has_repeated
         attendance = self._attendance
-        divisor = float(self.comm.degree(self.axis))
         if attendance is not None and self._divides_by_present:
-            divisor *= attendance.share
-        reducer.scale(1.0 / divisor)
+            reducer.scale(1.0 / attendance.share)
         for group in reducer.groups:
             for name in group.params:
                 if name in used:
@@ -248,4 +247,4 @@ class DistributedDataParallel(SynchronizedModule):
 def broadcast_module(module: nn.Module, comm: Comm, axis: Axis) -> None:
     """Give every rank the first rank's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
-        comm.broadcast_(tensor, axis, root=0)
+        broadcast_first(tensor, comm, axis)

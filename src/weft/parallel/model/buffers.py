@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
+from weft.errors import Fault, PlanError
 
 
 class BufferBroadcast:
@@ -59,12 +60,45 @@ class BufferBroadcast:
         self._versions.clear()
 
 
+@torch.no_grad()
+def broadcast_first(tensor: Tensor, comm: Comm, axis: Axis) -> None:
+    """Give every rank of `axis` the first rank's values of a tensor, which may be sparse (coordinates), such as the
+    adjacency matrix of a graph.
+
+    Raises:
+        PlanError: it has another sparse layout.
+    """
+    if tensor.layout == torch.strided:
+        comm.broadcast_(tensor, axis, root=0)
+        return
+    if tensor.layout != torch.sparse_coo:
+        what = f"a parameter or buffer of shape {list(tensor.shape)} has a layout that is not broadcast"
+        fault = Fault("module", what, got=str(tensor.layout), fix="tensor.to_sparse_coo()")
+        raise PlanError(fault)
+    own = tensor.coalesce()
+    count = torch.tensor([own.values().shape[0]], device=comm.device)
+    length = int(comm.broadcast_(count, axis, root=0).item())
+    parts = [own.indices(), own.values().contiguous()]
+    if length != own.values().shape[0]:  # on the first rank never
+        parts = [
+            parts[0].new_empty(parts[0].shape[0], length),
+            parts[1].new_empty(length, *parts[1].shape[1:]),
+        ]
+    indices, values = (comm.broadcast_(part.contiguous(), axis, root=0) for part in parts)
+    first = torch.sparse_coo_tensor(
+        indices, values, tensor.shape, is_coalesced=True, check_invariants=False
+    )
+    tensor.copy_(first)
+
+
 def stored_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """The buffers with entries that the state dict has, each once."""
+    """The dense buffers with entries that the state dict has, each once."""
     seen: set[int] = set()
     for each in module.modules():
         for name, buffer in each._buffers.items():
             if buffer is None or name in each._non_persistent_buffers_set:
+                continue
+            if buffer.layout != torch.strided:
                 continue
             if id(buffer) in seen or buffer.is_meta or buffer.numel() == 0:
                 continue

@@ -20,7 +20,7 @@ from weft.parallel.autograd.clipping import clip_to, total_norm
 from weft.parallel.autograd.holders import shard_axes_of
 from weft.parallel.autograd.rank_part import part_of
 from weft.parallel.autograd.tree import tensors_in
-from weft.parallel.model.buffers import BufferBroadcast
+from weft.parallel.model.buffers import BufferBroadcast, broadcast_first
 from weft.parallel.model.chain import copied_without_memory
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.packing import Packing, call_block, packing_of
@@ -322,7 +322,7 @@ class PipelineParallel(nn.Module):
         axes = data_axes(comm.mesh)
         for tensor in (*self.stages.parameters(), *self.stages.buffers()):
             if not tensor.is_meta:
-                comm.broadcast_(tensor, axes, root=0)
+                broadcast_first(tensor, comm, axes)
         for tie in self.model.cross_stage_ties:
             param = self.model.params[tie.name]
             if param.is_meta:
@@ -532,7 +532,8 @@ def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output
         inputs = list(tensors_in(x))
         # A write in place counts the version up, also one through a view.
         versions = [tensor._version for tensor in inputs]
-        x = call_block(meta_block, x)
+        with torch.device("meta"):  # also what the block makes without a device
+            x = call_block(meta_block, x)
         writes_input = [tensor._version for tensor in inputs] != versions
         packing = packing_of(x, block=index)
         if packing is None:

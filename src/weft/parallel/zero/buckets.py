@@ -64,6 +64,7 @@ def bucket_reducer(
     reduce_axes: Mapping[str, tuple[str, ...]],
     stage_of: Mapping[str, int] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    grad_scale: float = 1.0,
 ) -> GradientReducer:
     """All-reduces the gradients of any parameters in buckets, in the dtype that each parameter has.
 
@@ -72,6 +73,7 @@ def bucket_reducer(
         reduce_axes: parameter name -> mesh axes over which its gradient is summed.
         stage_of: parameter name -> local pipeline stage whose backward completes its gradient;
             default: one stage.
+        grad_scale: factor of each sum: 1 / ranks for the mean.
     """
     stage_of = stage_of or dict.fromkeys(params, 0)
     trained = {name: param for name, param in params.items() if param.requires_grad}
@@ -82,7 +84,12 @@ def bucket_reducer(
     for bucket in buckets:
         dtype = bucket.key.dtype
         policy = ShardingPolicy(
-            zero=0, params=dtype, compute=dtype, reduce=dtype, keeps_unsharded_grad=True
+            zero=0,
+            params=dtype,
+            compute=dtype,
+            reduce=dtype,
+            grad_scale=grad_scale,
+            keeps_unsharded_grad=True,
         )
         group = bucket.group(trained, comm, policy, stage_counts=dict.fromkeys(trained, 1))
         groups.append(group)

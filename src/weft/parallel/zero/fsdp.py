@@ -29,6 +29,7 @@ from weft.parallel.zero.registered_shards import (
     move_values,
     register_shards,
 )
+from weft.parallel.zero.registered_values import RegisteredValues
 from weft.parallel.zero.shard_entries import ShardGroup
 from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks
 from weft.parallel.zero.sharded_tensor import local_of, sharded
@@ -66,9 +67,10 @@ class FullyShardedDataParallel(SynchronizedModule):
     wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
     LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
     Attributes that the wrapper does not have are those of the module.
-    Inside the forward of its block `module.weight` is the unsharded parameter; under `zero=3` it is NaN
-    elsewhere. Several backwards a step add up, also under `no_sync()`, and gradients may be zeroed
-    or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
+    Inside the forward of its block `module.weight` is the unsharded parameter, also by
+    `named_parameters()` and `torch.func.functional_call`; under `zero=3` it is NaN elsewhere. Several
+    backwards a step add up, also under `no_sync()`, and gradients may be zeroed or discarded at any
+    place. Frozen, unused and tied parameters and uneven shapes are allowed;
     parameters may be frozen, unfrozen, moved and cast later. A parameter that no rank has used since
     the last step keeps the `.grad` it had: None at first and after `zero_grad()`, zeros after
     `zero_grad(set_to_none=False)` of a gradient, as in one process.
@@ -172,8 +174,12 @@ class FullyShardedDataParallel(SynchronizedModule):
             self._groups, ShardGroup(comm, how.axis), originals=originals, holders=self._holders
         )
         shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
+        self._values = RegisteredValues(chain, shard_of_param)
+        self._hooks += self._values.register_hooks(chain)
         register_shards(module, shard_of_param)
         mark_wrapped(module.parameters(), self)
+        for group in self._groups:
+            mark_wrapped(group.params.values(), self)  # registered while their block runs
         self._is_stale = False
         self._is_in_forward = False
         self._held: dict[str, HeldGradient] = {}
@@ -256,6 +262,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards under the names that the module's parameters had unwrapped."""
+        self._values.hide_after_error()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -275,6 +282,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         Raises:
             PlanError: a parameter was written while its memory is freed.
         """
+        self._values.hide_after_error()
         for group in self._groups:
             group.check_unwritten()
         state: dict[str, Any]
@@ -302,6 +310,7 @@ class FullyShardedDataParallel(SynchronizedModule):
                     fix="load_state_dict(state) copies the values",
                 )
             )
+        self._values.hide_after_error()
         keys = self.module.load_state_dict(state_dict, strict)
         self._is_stale = True
         return keys
@@ -309,6 +318,7 @@ class FullyShardedDataParallel(SynchronizedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        self._values.hide_after_error()
         for group in self._groups:
             for name, param in group.params.items():
                 shard = self._shard_of[name]
@@ -356,6 +366,9 @@ class FullyShardedDataParallel(SynchronizedModule):
         args, kwargs = self._before_module(args, kwargs)
         try:
             outputs = self.module(*args, **kwargs)
+        except BaseException:
+            self._values.end_forward(is_seen=True)
+            raise
         finally:
             self._is_in_forward = False
         self._after_module(outputs)
@@ -373,12 +386,17 @@ class FullyShardedDataParallel(SynchronizedModule):
             self._is_stale = False
             self._before_forward()
         self._is_in_forward = True
+        self._values.begin_forward()
         return self._cast((args, kwargs))
+
+    def _begin_backward(self, must_sync: bool) -> None:
+        self._values.begin_backward()
+        super()._begin_backward(must_sync)
 
     @not_compiled
     def _after_module(self, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._after_forward(outputs)
+        is_seen = torch.is_grad_enabled() and self._after_forward(outputs)
+        self._values.end_forward(is_seen=is_seen)
 
     def _note_shards(self) -> None:
         """Note the memory and the versions of the shards that blocks have the values of."""
@@ -396,6 +414,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         """Have blocks compute with what scripts have made of the shards: frozen and unfrozen ones, moved and
         cast ones, changed values. Every rank has made the same changes.
         """
+        self._values.hide_after_error()
         check_all_wrapped(self.module, self)
         found = self._states()
         if found == self._noted:

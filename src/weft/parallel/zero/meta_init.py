@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
+from weft.parallel.model.buffers import broadcast_first
 
 
 def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -61,7 +62,7 @@ def init_block(
         for tensor in _own_tensors(module):
             if id(tensor) not in initialised:
                 # Also after `reset_parameters`: ranks may have drawn different numbers.
-                comm.broadcast_(tensor, axis, root=0)
+                broadcast_first(tensor, comm, axis)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -340,6 +340,8 @@ class ParamGroup:
         unsharded = self.unsharded_grad
         if unsharded is None:
             unsharded = self._allocate_unsharded_grad()
+        if policy.scales_before_reduction:
+            unsharded.mul_(policy.grad_scale)
         if policy.sums_microbatches:
             self._reducing = self._start_stage_sums(unsharded)
         else:
@@ -428,20 +430,24 @@ class ParamGroup:
             total = self._reducing.wait()
         self._reducing = None
         policy = self.policy
+        scale = 1.0 if policy.scales_before_reduction else policy.grad_scale
         # In place and in one dtype the sum is in the sharded gradient already, a view of it:
-        # then none of these applies.
+        # then only the scale is left.
         if policy.sums_reduced:
             tree = self._trees[WHOLE_SHARD]
             tree.add(self._reducing_leaf, total)
         elif self.sharded_grad is None:
             grad = total.to(policy.params)
-            self.sharded_grad = grad.mul_(policy.grad_scale)
+            self.sharded_grad = grad.mul_(scale)
         elif policy.fixed_order:
             self.sharded_grad.copy_(total)
         elif not policy.keeps_unsharded_grad:
-            self.sharded_grad.add_(total, alpha=policy.grad_scale)
-        elif not policy.shares_grad_memory:
-            self.sharded_grad.copy_(total)
+            self.sharded_grad.add_(total, alpha=scale)
+        else:
+            if not policy.shares_grad_memory:
+                self.sharded_grad.copy_(total)
+            if scale != 1.0:
+                self.sharded_grad.mul_(scale)
 
     def start_replica_sum(self) -> None:
         """Start the sum of reduced shards over the ranks that have copies of them, once the reduction

@@ -10,6 +10,7 @@ Note [Two tensors for a parameter]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -73,9 +74,10 @@ def _set_weights(layer: nn.RNNBase) -> None:
     """Have a recurrent layer compute with the parameters that it has now, where they are: cuDNN would move them
     into memory of its own.
     """
-    names = layer._flat_weights_names
-    layer._flat_weights = [getattr(layer, name, None) for name in names]
-    layer._flat_weight_refs = [None] * len(names)
+    weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+    layer._flat_weights = weights
+    # by which the layer finds others in their place, as of `functional_call`
+    layer._flat_weight_refs = [None if each is None else weakref.ref(each) for each in weights]
     setattr(layer, "flatten_parameters", _keep_memory)  # noqa: B010 - a method for type checkers
 
 

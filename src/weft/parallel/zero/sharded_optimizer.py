@@ -30,6 +30,7 @@ from weft.parallel.zero.sharded_tensor import (
     sharded,
     shards_in,
 )
+from weft.parallel.zero.wrapped_params import check_initialized
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -86,6 +87,8 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, kwargs)
+        numbered = ((f"parameter {n}", each) for n, each in enumerate(self._all_params()))
+        check_initialized(numbered, "ShardedOptimizer")
         _check_not_sharded(self._all_params())
         first: Tensor = self.param_groups[0]["params"][0]
         self.comm = comm_or_world(comm, axis=axis, device=first.device)

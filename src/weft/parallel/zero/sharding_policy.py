@@ -23,7 +23,7 @@ class ShardingPolicy:
         params: dtype of the values that the optimizer updates.
         compute: dtype in which blocks compute and parameters are all-gathered.
         reduce: dtype in which gradients are accumulated over micro-batches and reduced over ranks.
-        grad_scale: factor of a reduced gradient: 1, or 1 / ranks for the mean.
+        grad_scale: factor of the sum of gradients over ranks: 1, or 1 / ranks for the mean.
         keeps_unsharded_grad: whether unsharded gradients stay allocated between steps and are
             reduced once a step, in place; else each backward allocates them, and they are reduced
             whenever they are complete.
@@ -69,6 +69,13 @@ class ShardingPolicy:
             return False
         has_one_dtype = self.compute == self.reduce
         return self.keeps_both_grads and has_one_dtype
+
+    @cached_property
+    def scales_before_reduction(self) -> bool:
+        """Whether gradients are multiplied by `grad_scale` before their sum, which float16 may not hold where it
+        holds their mean.
+        """
+        return self.reduce == torch.float16
 
     @cached_property
     def sums_microbatches(self) -> bool:

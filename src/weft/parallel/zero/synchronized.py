@@ -10,8 +10,8 @@ Note [When gradients are synchronised]
     The outputs decide, not the last forward: two forwards with a backward each are both synchronised, and
     a backward through outputs of `no_sync()` alone accumulates. A recomputed forward (checkpointing with
     `use_reentrant`) runs backwards inside the backward; their ends are not the end of the outer one, in
-    which the outputs' hooks were called. Outputs in which no tensor is found leave the decision to the end
-    of the first backward that yields gradients.
+    which the outputs' hooks were called. Where no tensor is found in outputs (an object of a script's own), every
+    backward that yields gradients is synchronised, until outputs of another forward say otherwise.
     A backward without a gradient (`torch.autograd.grad` for a penalty) finishes nothing.
 """
 
@@ -55,6 +55,7 @@ class SynchronizedModule(nn.Module):
         self._is_sync_enabled = True
         self._expects_backward = False
         self._must_sync = False
+        self._syncs_unhooked = False
         self._in_backward = False
         self._unsynchronized: dict[str, int] = {}
         self._interrupted: frozenset[str] = frozenset()
@@ -195,16 +196,20 @@ class SynchronizedModule(nn.Module):
                 raise PlanError(fault)
         self._interrupted = frozenset()
 
-    def _after_forward(self, outputs: Any) -> None:
-        """Called after each forward with gradients: hooks on its outputs begin its backward."""
+    def _after_forward(self, outputs: Any) -> bool:
+        """Called after each forward with gradients: hooks on its outputs begin its backward. Returns whether
+        there are any.
+        """
         must_sync = self._is_sync_enabled
         self._expects_backward |= must_sync
         begin = _begin_of(weakref.ref(self), must_sync)
         hooked = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         for tensor in hooked:
             tensor.register_hook(begin)
-        if not hooked and must_sync:
+        self._syncs_unhooked = must_sync and not hooked
+        if self._syncs_unhooked:
             self._require_sync()
+        return bool(hooked)
 
     def _require_sync(self) -> None:
         self._must_sync = True
@@ -239,7 +244,7 @@ class SynchronizedModule(nn.Module):
         reducer = self._gradient_reducer
         if reducer is None or not reducer.has_unfinished_gradients:
             return
-        if self._must_sync:
+        if self._must_sync or self._syncs_unhooked:
             self._synchronize_now()
             return
         self._hold_gradients()

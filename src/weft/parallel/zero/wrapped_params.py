@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weft.errors import DataError, Fault, PlanError
 
@@ -40,13 +41,31 @@ def copied_state(module: nn.Module) -> dict[str, Any]:
     return state
 
 
+def check_initialized(tensors: Iterable[tuple[str, torch.Tensor]], wrapper: str) -> None:
+    """Reject parameters and buffers of lazy modules that have no shape yet.
+
+    Raises:
+        PlanError: there is one.
+    """
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            fault = Fault(
+                wrapper,
+                f"{name} of a lazy module has no shape yet",
+                need="modules that have run once",
+                fix="call the module with an example before: module(x)",
+            )
+            raise PlanError(fault)
+
+
 def check_not_wrapped(module: nn.Module, wrapper: str) -> None:
-    """Reject a module with a parameter whose gradient another wrapper reduces.
+    """Reject a module with a parameter whose gradient another wrapper reduces, or that has no shape yet.
 
     Raises:
         PlanError: the module, a module in it, or another one that shares a parameter was wrapped
-            before.
+            before; or a lazy module has not run.
     """
+    check_initialized((*module.named_parameters(), *module.named_buffers()), wrapper)
     for name, param in module.named_parameters():
         other = wrapper_of(param)
         if other is None:
