@@ -43,6 +43,9 @@ INPUTS = "inputs"
 """Source of what no linear has read before: token ids, pixels."""
 NOT_LINEARS = frozenset({STREAM, INPUTS})
 ATTENTION = "scaled_dot_product"
+PRODUCTS = ("bmm", "baddbmm")
+SOFTMAX = ("_softmax", "_safe_softmax")
+"""Operations of attention that is written out."""
 MOST_PARTS = 4
 """Projections that a fused weight may hold."""
 
@@ -136,6 +139,8 @@ class UseTrace(TorchDispatchMode):
         self.projections = projections
         self.num_tokens = num_tokens
         self._sources: TensorNotes[frozenset[str]] = TensorNotes()
+        self._product: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._weights: TensorNotes[int] = TensorNotes()
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
         """Linears, or the stream; empty for constants and parameters."""
@@ -161,19 +166,48 @@ class UseTrace(TorchDispatchMode):
         sources = frozenset[str]().union(*map(self.sources, tensors))
         for tensor in tensors_in(out):
             self.set(tensor, sources)
-        if ATTENTION in func.overloadpacket.__name__:
+        name = func.overloadpacket.__name__
+        if ATTENTION in name:
             q, k, v = tensors[:3]
             self.attend((q, k, v), dim=1)
+        elif name in PRODUCTS:
+            self._multiply(*tensors[-2:])
+        elif name in SOFTMAX:
+            self._weigh(tensors[0], out, sources)
+        elif tensors and (num_heads := self._weights.get(tensors[0])):
+            for tensor in tensors_in(out):
+                self._weights.set(tensor, num_heads)
         return out
+
+    def _multiply(self, left: Tensor, right: Tensor) -> None:
+        """A product of a batch of matrices: scores of queries and keys, or weights times values."""
+        sources = (self.sources(left) - NOT_LINEARS, self.sources(right) - NOT_LINEARS)
+        num_heads = self._weights.get(left)
+        if num_heads:
+            self._note_heads("v", sources[1], num_heads)
+        else:
+            self._product = sources
+
+    def _weigh(self, scores: Tensor, weights: Tensor, sources: frozenset[str]) -> None:
+        """Scores of all pairs of tokens, [B, H, S, S] or [BH, S, S], become weights."""
+        q, k = self._product
+        is_of_pairs = scores.dim() > 2 and scores.shape[-1] == scores.shape[-2]
+        if not (is_of_pairs and q and k and q | k == sources - NOT_LINEARS):
+            return
+        num_heads = scores.shape[:-1].numel() // self.num_tokens
+        self._weights.set(weights, num_heads)
+        self._note_heads("q", q, num_heads)
+        self._note_heads("k", k, num_heads)
+
+    def _note_heads(self, role: str, linears: frozenset[str], num_heads: int) -> None:
+        for name in linears:
+            self.uses.roles.setdefault(name, {})[role] = num_heads
 
     def attend(self, operands: Sequence[Tensor], *, dim: int) -> None:
         """Note the linears of q, k and v, and their numbers of heads."""
         for role, tensor in zip("qkv", operands, strict=True):
             num_heads = tensor.shape[dim]
-            linears = self.sources(tensor) - NOT_LINEARS
-            for name in linears:
-                roles = self.uses.roles.setdefault(name, {})
-                roles[role] = num_heads
+            self._note_heads(role, self.sources(tensor) - NOT_LINEARS, num_heads)
 
     def read(self, name: str, x: Tensor) -> bool:
         """A linear reads x; whether it closes a group."""

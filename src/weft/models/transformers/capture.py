@@ -27,6 +27,7 @@ from weft.models.transformers.carried import (
 )
 from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import (
+    EAGER,
     BlockCall,
     BlockDone,
     Recording,
@@ -34,6 +35,7 @@ from weft.models.transformers.interfaces import (
     calling,
     end_at_input,
 )
+from weft.models.transformers.own_attention import OwnAttention, own_attentions
 from weft.models.transformers.routed_values import routed_values
 
 KEY = "model.name"
@@ -85,6 +87,7 @@ class Captured:
         has_mask: whether the forward gets a mask of ones; else it gets none.
         width: of embeddings.
         attentions: of the layers.
+        own_attentions: those that call no interface, where none does.
         implementation: of attention, as transformers names it.
         logits: path of the linear whose result the forward returns as logits; empty: it changes
             them (a soft-cap, a scale).
@@ -107,6 +110,7 @@ class Captured:
     width: int
     attentions: tuple[CapturedAttention, ...]
     implementation: str
+    own_attentions: tuple[OwnAttention, ...] = ()
     logits: str = ""
     carried: CarriedTensors = NOTHING
     reads_ids: bool = False
@@ -161,8 +165,11 @@ def capture(
             else:
                 watched.logits = lm(input_ids=batch.inputs, **options).logits
 
+    own: tuple[OwnAttention, ...] = ()
     try:
         with torch.inference_mode(False), torch.enable_grad():
+            if implementation == EAGER:
+                own = own_attentions(lm, layers, partial(_run, lm, run))
             has_read_values = _run(lm, run)
     except PlanError:
         raise
@@ -189,6 +196,7 @@ def capture(
             for number, attend in enumerate(attends)
         ),
         implementation=implementation,
+        own_attentions=own,
         logits=watched.path_of_logits(),
         carried=watched.carried(),
         reads_ids=watched.reads_ids or EMBEDS not in takes or bool(watched.shapes),
@@ -224,9 +232,14 @@ def token_scores(lm: nn.Module, **options: Any) -> Tensor:
     return scores
 
 
-def _run(lm: nn.Module, run: Callable[[Mapping[str, nn.Module], Batch], None]) -> bool:
+def _run(
+    lm: nn.Module,
+    run: Callable[[Mapping[str, nn.Module], Batch], None],
+    rows: int = ROWS,
+    length: int = LENGTH,
+) -> bool:
     """Run a model without memory; whether it reads values that those of an even load stand for."""
-    example = token_example(ROWS, LENGTH)
+    example = token_example(rows, length)
     for has_values in (False, True):
         try:
             with routed_values() if has_values else nullcontext():

@@ -261,6 +261,7 @@ class LayerBlock(nn.Module):
         kinds = {type(module) for module in layer.modules()}
         mixes = Attend not in kinds or nn.Conv1d in kinds
         self.needs_whole_texts = mixes or POSITIONS not in captured.takes
+        self.whole_trunk = bool(captured.own_attentions)  # their regions gather the sequence
 
     @property
     def gatherable_parts(self) -> tuple[str, ...]:
@@ -335,10 +336,13 @@ def blocks_of_model(
         has_region: path of an attention module -> whether a tensor-parallel region may begin there.
         has_parts: ... -> whether a fused weight in it may be sharded by its parts.
     """
-    for path in captured.set_attends(lm):
+    own = {one.path: one for one in captured.own_attentions}
+    for path in (*captured.set_attends(lm), *own):
         module = lm.get_submodule(path)
         if has_region(path):
-            if has_parts(path):
+            if path in own:
+                own[path].shard(module, lm.config)
+            elif has_parts(path):
                 ShardSizes(module, lm.config)
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
