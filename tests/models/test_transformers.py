@@ -21,12 +21,14 @@ from benchmarks.architectures import against_transformers, float64_alone, proven
 from weft.config.hf import architectures
 from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
+from weft.core.shard import Stacked
 from weft.errors import CheckpointError, ConfigError, PlanError, UserError
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
 from weft.models.transformers.adapt import adapt, computes_linear
 from weft.models.transformers.build import architecture_of, build, config_of, param_names
 from weft.models.transformers.check import check_against_transformers
+from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
@@ -148,6 +150,14 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
                 ("gpt_neox_japanese", "tp2"),
                 ("mvp", "tp2"),
             )
+        ),
+        # Experts by code of their own were whole on every rank.
+        ("dbrx", {"mesh": "ep2"}),
+        ("jetmoe", {"mesh": "ep2 tp2"}),
+        pytest.param(
+            "dbrx",
+            {"mesh": "ep4", "batch.micro_size": 1, "parallel.recompute": "full"},
+            marks=pytest.mark.slow,
         ),
         # Heads were in another order: a third of the fused rows of 12 heads holds whole ones.
         ("gpt_neox", {"mesh": "tp2", "model.heads": 12, "model.dim": 96}),
@@ -343,6 +353,25 @@ def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same
     falcon = adapt(build(config_of("falcon", TINY), implementation=EAGER))
     assert type(falcon.get_submodule("transformer.h.0.mlp.dense_h_to_4h")) is nn.Linear
     assert not computes_linear(Doubled)
+
+
+def test_experts_of_own_code_have_gradients_without_a_token() -> None:
+    """A rank of ep whose experts no token has chosen."""
+    lm = build(config_of("jetmoe", TINY))
+    set_dispatch(lm)
+    experts = lm.get_submodule("model.layers.0.mlp.input_linear")
+    y = experts(torch.zeros(0, 64), [0, 0, 0, 0])
+    assert y.shape == (0, 192)
+    y.sum().backward()
+    grads = [param.grad for param in experts.parameters()]
+    assert [grad is not None and not grad.any() for grad in grads] == [True]
+
+
+def test_experts_of_own_code_are_sharded_by_rows_of_an_expert() -> None:
+    words = ("--model.name", "hf:dbrx", "--mesh", "ep2")
+    run = load_checked_run(words)
+    row = FAMILIES["hf:dbrx"].axes(run.model)["layer0.layer.ffn.experts.mlp.w1"]
+    assert row == (Stacked(("experts", 4)), "whole")
 
 
 def write_config(folder: Path, **keys: Any) -> Path:

@@ -131,6 +131,9 @@ class UseTrace(TorchDispatchMode):
         projections: linears whose results are q, k, v or logits, which close no group; None: not
             known yet, and none closes one.
         num_tokens: of the batch.
+
+    Attributes:
+        is_in_attend: whether an `Attend` runs, whose heads are known.
     """
 
     def __init__(self, projections: Collection[str] | None, num_tokens: int) -> None:
@@ -139,6 +142,7 @@ class UseTrace(TorchDispatchMode):
         self.projections = projections
         self.num_tokens = num_tokens
         self._sources: TensorNotes[frozenset[str]] = TensorNotes()
+        self.is_in_attend = False
         self._product: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._weights: TensorNotes[int] = TensorNotes()
 
@@ -167,6 +171,8 @@ class UseTrace(TorchDispatchMode):
         for tensor in tensors_in(out):
             self.set(tensor, sources)
         name = func.overloadpacket.__name__
+        if self.is_in_attend:
+            return out
         if ATTENTION in name:
             q, k, v = tensors[:3]
             self.attend((q, k, v), dim=1)
@@ -321,8 +327,13 @@ def _watch(name: str, module: nn.Module, trace: UseTrace, names: Mapping[int, li
             trace.attend(args[:3], dim=2)
             for param in names.get(id(module.sinks), ()):
                 trace.uses.norms[param] = trace.sources(args[0])
+            trace.is_in_attend = True
+
+        def attended(*_: object) -> None:
+            trace.is_in_attend = False
 
         module.register_forward_pre_hook(attend)
+        module.register_forward_hook(attended)
     elif module._parameters:
 
         def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -495,6 +506,7 @@ def _out_axis(
 ) -> DimAxis:
     """Logical axis of a column-parallel linear's features."""
     if fused and len(roles) > 1:
+        roles = _with_shared_heads(roles, length, width)
         parts = [(_axis_of_role(role), roles[role]) for role in "qkv" if role in roles]
         return Stacked(*parts)
     if fused and not roles and length > width and length // width <= MOST_PARTS:
@@ -502,6 +514,20 @@ def _out_axis(
     if len(roles) == 1:
         return _axis_of_role(next(iter(roles)))
     return axis
+
+
+def _with_shared_heads(roles: Mapping[str, int], length: int, width: int) -> Mapping[str, int]:
+    """The heads of a fused weight; where attention that is written out has repeated those of keys and
+    values for the heads of queries, as many as the weight has rows for.
+
+    Args:
+        width: of all heads of queries.
+    """
+    num_heads = roles.get("q", 0)
+    if set(roles) != set("qkv") or len(set(roles.values())) > 1 or width % num_heads:
+        return roles
+    shared, rest = divmod(length // (width // num_heads) - num_heads, 2)
+    return {**roles, "k": shared, "v": shared} if shared > 0 and not rest else roles
 
 
 def _axis_of_role(role: str) -> str:

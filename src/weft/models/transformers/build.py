@@ -217,7 +217,7 @@ class Architecture:
         transposed: names of weights that transformers has as [in, out].
         kept: names of buffers of transformers that are parameters here.
         integers: names of those that hold whole numbers.
-        experts: names of parameters whose first dim counts experts.
+        experts: name of a parameter whose first dim holds experts -> their number.
         stored_buffers: names of buffers that transformers stores in a folder, and weft does not.
         untrained: names of parameters that no gradient of the loss reaches.
         parts_run: whether forward and backward of its parts run without values.
@@ -230,7 +230,7 @@ class Architecture:
     transposed: frozenset[str]
     kept: frozenset[str]
     integers: frozenset[str]
-    experts: frozenset[str]
+    experts: Mapping[str, int]
     stored_buffers: frozenset[str]
     untrained: frozenset[str] = frozenset()
     parts_run: bool = False
