@@ -391,7 +391,8 @@ class _Watched:
         for place, mapping in given.items():
             for key, left in mapping.items() if isinstance(mapping, MutableMapping) else ():
                 is_known = any((one.place, one.key) == (place, key) for one in self.shared)
-                if not is_known and all(_is_of_heads(x) for x in left):
+                is_shared = isinstance(left, tuple | list) and all(map(_is_of_heads, left))
+                if is_shared and not is_known:
                     numbers = (self._add(x, (x.shape[1], *x.shape[3:])) for x in left)
                     yield SharedEntry(place, key, index, tuple(numbers))
 
