@@ -99,6 +99,8 @@ class Captured:
         draws: whether a forward draws random numbers besides dropout, as routers do.
         reads_values: whether a forward asks which experts have tokens; see Note [Routed values].
         widths: path of a module before the layers -> shape of its result behind batch and sequence.
+        tables: paths of modules before the layers whose results have no gradient, and are handed to
+            layers: every block looks them up.
     """
 
     layers: str
@@ -118,6 +120,7 @@ class Captured:
     draws: bool = False
     reads_values: bool = False
     widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
 
     def set_attends(self, lm: nn.Module) -> frozenset[str]:
         """Give each attention module of another model of the same config what it calls; their paths."""
@@ -208,6 +211,7 @@ def capture(
         draws=drawing.is_used,
         reads_values=has_read_values,
         widths=watched.widths,
+        tables=frozenset(watched.tables),
     )
 
 
@@ -335,6 +339,8 @@ class _Watched:
         self.shared: list[SharedEntry] = []
         self.arguments: list[dict[Place, int]] = []
         self.widths: dict[str, tuple[int, ...]] = {}
+        self.constants: dict[int, tuple[str, Tensor]] = {}
+        self.tables: set[str] = set()
 
     def carried(self) -> CarriedTensors:
         """What layers are handed beside the hidden state."""
@@ -365,6 +371,9 @@ class _Watched:
             given = by_place(args, options)
             hidden = given.pop(0 if args else HIDDEN, None)
             self.reads_ids |= any(value is self.ids for value in given.values())
+            for value in given.values():
+                if isinstance(value, Tensor) and _memory(value) in self.constants:
+                    self.tables.add(self.constants[_memory(value)][0])
             if index == len(self.arguments):
                 self.arguments.append(dict(self._carried_of(given)))
             if index == 0 and isinstance(hidden, Tensor):
@@ -413,6 +422,8 @@ class _Watched:
         def note(_module: nn.Module, _args: object, out: Any) -> None:
             if _is_of_tokens(out) and not self.order:
                 self.widths[path] = tuple(out.shape[2:])
+            if isinstance(out, Tensor) and not out.requires_grad and not self.order:
+                self.constants[_memory(out)] = (path, out)
 
         return note
 
@@ -426,6 +437,10 @@ class _Watched:
 def is_list(module: nn.Module | None) -> bool:
     """Whether a module holds others, and is not called itself."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _is_of_tokens(value: Any) -> bool:

@@ -405,8 +405,19 @@ def _copied(
             new._modules[name] = child and _copied(child, captured, places, holds, below)
         elif child is None or below in holds or not _has_parameters(child):
             new._modules[name] = child
+        elif below in captured.tables:
+            new._modules[name] = _with_constants(child)
         else:
             new._modules[name] = Stub(captured.widths.get(below))
+    return new
+
+
+def _with_constants(table: nn.Module) -> nn.Module:
+    """A copy whose parameters, which another block holds, are buffers: constants of its code."""
+    new = copy.copy(table)
+    new._parameters = {}
+    constants = {name: param.detach() for name, param in table.named_parameters(recurse=False)}
+    new._buffers = {**table._buffers, **constants}
     return new
 
 
