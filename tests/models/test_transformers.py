@@ -21,12 +21,15 @@ from benchmarks.architectures import against_transformers, float64_alone, proven
 from weft.config.hf import architectures
 from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
+from weft.core.shard import Stacked
 from weft.errors import CheckpointError, ConfigError, PlanError, UserError
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
-from weft.models.transformers.adapt import adapt
+from weft.models.transformers.adapt import adapt, computes_linear
 from weft.models.transformers.build import architecture_of, build, config_of, param_names
 from weft.models.transformers.check import check_against_transformers
+from weft.models.transformers.experts import set_dispatch
+from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
 from weft.planner.certificate.certificate import certify
@@ -34,6 +37,7 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.start.checked_run import load_checked_run
 from weft.start.transformers_model import prepared
 
+ALIBI = '{"multi_query": false, "alibi": true, "bias": true}'
 PDROPS = '{"attn_pdrop": 0.2, "resid_pdrop": 0.1, "embd_pdrop": 0.1}'
 
 TINY = {name: size.tiny for name, size in SIZES.items()} | {"settings": ""}
@@ -152,6 +156,32 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
                 ("xglm", "tp2"),
             )
         ),
+        # Attention by code of their own was whole, ALiBi or heads that are an attribute; so was all of
+        # Falcon, whose linears are a class of its own.
+        ("bloom", {"mesh": "tp2", "parallel.sequence": True}),
+        ("bloom", {"mesh": "tp4"}),
+        ("mpt", {"mesh": "tp3", "model.heads": 6, "model.dim": 48}),
+        ("falcon", {"mesh": "tp2", "model.kv_heads": 4, "model.settings": ALIBI}),
+        *(
+            pytest.param(name, {"mesh": mesh}, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("gpt_neo", "cp2 tp2"),
+                ("bloom", "cp2 tp2"),
+                ("falcon", "tp2"),
+                ("megatron-bert", "tp2"),
+                ("gpt_neox_japanese", "tp2"),
+                ("mvp", "tp2"),
+            )
+        ),
+        # Experts by code of their own were whole on every rank.
+        ("dbrx", {"mesh": "ep2"}),
+        ("jetmoe", {"mesh": "ep2 tp2"}),
+        pytest.param(
+            "dbrx",
+            {"mesh": "ep4", "batch.micro_size": 1, "parallel.recompute": "full"},
+            marks=pytest.mark.slow,
+        ),
+        ("roformer", {"mesh": "tp2"}),  # it was rejected: a table of the trunk that layers read
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
@@ -165,6 +195,8 @@ def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any])
         *(("mixtral", mesh) for mesh in ("tp2", "ep2", "cp2", "tp2 --parallel.sequence True")),
         ("falcon_h1", "cp2"),
         ("qwen3_next", "cp2"),
+        ("bloom", "tp2"),
+        pytest.param("mpt", "tp2", marks=pytest.mark.slow),
         ("llama4_text", "dp2"),  # its router repeats the tokens of a rank
         # a rank has one head of keys, of which pairs are turned
         *(pytest.param(name, "tp2", marks=pytest.mark.slow) for name in ("glm", "olmo2")),
@@ -258,7 +290,7 @@ def test_skipped_layers_are_0() -> None:
 
 
 def test_what_the_transforms_refuse_is_whole_and_said() -> None:
-    run, notes = prepared(load(["--model.name", "hf:bloom", "--mesh", "tp2"], FAMILIES))
+    run, notes = prepared(load(["--model.name", "hf:falcon", "--mesh", "tp2"], FAMILIES))
     axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
     assert axes["layer*.layer.mlp.dense_h_to_4h.weight"] == ["ffn", None]
     assert "layer*.layer.self_attention.query_key_value.weight" not in axes
@@ -279,7 +311,9 @@ def test_what_the_transforms_refuse_is_whole_and_said() -> None:
         ),
     ],
 )
-def test_attention_is_sharded_by_heads(name: str, rows: dict[str, Any]) -> None:
+def test_attention_behind_the_interface_is_sharded_by_heads(
+    name: str, rows: dict[str, Any]
+) -> None:
     """It was whole: norms over all heads, sinks, latents, numbers of heads that are attributes, pairs
     of one sequence that are turned.
     """
@@ -288,6 +322,57 @@ def test_attention_is_sharded_by_heads(name: str, rows: dict[str, Any]) -> None:
     axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
     assert {row: axes[f"layer*.layer.self_attn.{row}"] for row in rows} == rows
     assert not [note for note in notes if "self_attn" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "row"),
+    [
+        ("bloom", "self_attention.query_key_value", ["heads", None]),
+        ("mpt", "attn.Wqkv", [{"stacked": [["heads", 4], ["kv_heads", 4], ["kv_heads", 4]]}, None]),
+        pytest.param("gpt_neo", "attn.attention.q_proj", ["heads", None], marks=pytest.mark.slow),
+    ],
+)
+def test_attention_by_code_of_its_own_is_sharded_by_heads(
+    name: str, path: str, row: list[Any]
+) -> None:
+    run, notes = prepared(load(["--model.name", f"hf:{name}", "--mesh", "tp2"], FAMILIES))
+    axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
+    assert axes[f"layer*.layer.{path}.weight"] == row
+    assert not notes
+
+
+def test_heads_are_those_of_the_fields() -> None:
+    """GPT-Neo's attribute has a name for which other configs have a tiny value: it had 8 heads."""
+    assert config_of("gpt_neo", TINY | {"heads": 2}).num_heads == 2
+
+
+def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    falcon = adapt(build(config_of("falcon", TINY), implementation=EAGER))
+    assert type(falcon.get_submodule("transformer.h.0.mlp.dense_h_to_4h")) is nn.Linear
+    assert not computes_linear(Doubled)
+
+
+def test_experts_of_own_code_have_gradients_without_a_token() -> None:
+    """A rank of ep whose experts no token has chosen."""
+    lm = build(config_of("jetmoe", TINY))
+    set_dispatch(lm)
+    experts = lm.get_submodule("model.layers.0.mlp.input_linear")
+    y = experts(torch.zeros(0, 64), [0, 0, 0, 0])
+    assert y.shape == (0, 192)
+    y.sum().backward()
+    grads = [param.grad for param in experts.parameters()]
+    assert [grad is not None and not grad.any() for grad in grads] == [True]
+
+
+def test_experts_of_own_code_are_sharded_by_rows_of_an_expert() -> None:
+    words = ("--model.name", "hf:dbrx", "--mesh", "ep2")
+    run = load_checked_run(words)
+    row = FAMILIES["hf:dbrx"].axes(run.model)["layer0.layer.ffn.experts.mlp.w1"]
+    assert row == (Stacked(("experts", 4)), "whole")
 
 
 def write_config(folder: Path, **keys: Any) -> Path:

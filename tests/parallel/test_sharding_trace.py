@@ -756,6 +756,15 @@ def test_a_product_of_one_sequence_keeps_its_heads_sharded() -> None:
     assert regroup(bias, (1, 8), inferred=0, name="view") == by_head
 
 
+def test_the_parts_of_one_head_are_no_units() -> None:
+    """Rows of q, k and v of each head, of which a rank has one: the three were taken for the heads."""
+    x = (whole_dim(2), whole_dim(8), (DimFactor(48, sharded=True),))
+    _, _, *by_parts = regroup(x, (2, 8, 1, 3, 16), inferred=None, name="view")
+    assert by_parts == [(DimFactor(1, sharded=True),), whole_dim(3), whole_dim(16)]
+    _, _, *inferred = regroup(x, (2, 8, 1, 3, 16), inferred=3, name="view")
+    assert inferred[0] == whole_dim(1)
+
+
 def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> None:
     """view(B, -1, heads, size) by the number of all heads takes half of the sequence for them."""
     x = (whole_dim(2), whole_dim(8), (DimFactor(16, sharded=True),))

@@ -43,6 +43,9 @@ INPUTS = "inputs"
 """Source of what no linear has read before: token ids, pixels."""
 NOT_LINEARS = frozenset({STREAM, INPUTS})
 ATTENTION = "scaled_dot_product"
+PRODUCTS = ("bmm", "baddbmm")
+SOFTMAX = ("_softmax", "_safe_softmax")
+"""Operations of attention that is written out."""
 MOST_PARTS = 4
 """Projections that a fused weight may hold."""
 
@@ -128,6 +131,9 @@ class UseTrace(TorchDispatchMode):
         projections: linears whose results are q, k, v or logits, which close no group; None: not
             known yet, and none closes one.
         num_tokens: of the batch.
+
+    Attributes:
+        is_in_attend: whether an `Attend` runs, whose heads are known.
     """
 
     def __init__(self, projections: Collection[str] | None, num_tokens: int) -> None:
@@ -136,6 +142,9 @@ class UseTrace(TorchDispatchMode):
         self.projections = projections
         self.num_tokens = num_tokens
         self._sources: TensorNotes[frozenset[str]] = TensorNotes()
+        self.is_in_attend = False
+        self._product: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._weights: TensorNotes[int] = TensorNotes()
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
         """Linears, or the stream; empty for constants and parameters."""
@@ -161,19 +170,50 @@ class UseTrace(TorchDispatchMode):
         sources = frozenset[str]().union(*map(self.sources, tensors))
         for tensor in tensors_in(out):
             self.set(tensor, sources)
-        if ATTENTION in func.overloadpacket.__name__:
+        name = func.overloadpacket.__name__
+        if self.is_in_attend:
+            return out
+        if ATTENTION in name:
             q, k, v = tensors[:3]
             self.attend((q, k, v), dim=1)
+        elif name in PRODUCTS:
+            self._multiply(*tensors[-2:])
+        elif name in SOFTMAX:
+            self._weigh(tensors[0], out, sources)
+        elif tensors and (num_heads := self._weights.get(tensors[0])):
+            for tensor in tensors_in(out):
+                self._weights.set(tensor, num_heads)
         return out
+
+    def _multiply(self, left: Tensor, right: Tensor) -> None:
+        """A product of a batch of matrices: scores of queries and keys, or weights times values."""
+        sources = (self.sources(left) - NOT_LINEARS, self.sources(right) - NOT_LINEARS)
+        num_heads = self._weights.get(left)
+        if num_heads:
+            self._note_heads("v", sources[1], num_heads)
+        else:
+            self._product = sources
+
+    def _weigh(self, scores: Tensor, weights: Tensor, sources: frozenset[str]) -> None:
+        """Scores of all pairs of tokens, [B, H, S, S] or [BH, S, S], become weights."""
+        q, k = self._product
+        is_of_pairs = scores.dim() > 2 and scores.shape[-1] == scores.shape[-2]
+        if not (is_of_pairs and q and k and q | k == sources - NOT_LINEARS):
+            return
+        num_heads = scores.shape[:-1].numel() // self.num_tokens
+        self._weights.set(weights, num_heads)
+        self._note_heads("q", q, num_heads)
+        self._note_heads("k", k, num_heads)
+
+    def _note_heads(self, role: str, linears: frozenset[str], num_heads: int) -> None:
+        for name in linears:
+            self.uses.roles.setdefault(name, {})[role] = num_heads
 
     def attend(self, operands: Sequence[Tensor], *, dim: int) -> None:
         """Note the linears of q, k and v, and their numbers of heads."""
         for role, tensor in zip("qkv", operands, strict=True):
             num_heads = tensor.shape[dim]
-            linears = self.sources(tensor) - NOT_LINEARS
-            for name in linears:
-                roles = self.uses.roles.setdefault(name, {})
-                roles[role] = num_heads
+            self._note_heads(role, self.sources(tensor) - NOT_LINEARS, num_heads)
 
     def read(self, name: str, x: Tensor) -> bool:
         """A linear reads x; whether it closes a group."""
@@ -287,8 +327,13 @@ def _watch(name: str, module: nn.Module, trace: UseTrace, names: Mapping[int, li
             trace.attend(args[:3], dim=2)
             for param in names.get(id(module.sinks), ()):
                 trace.uses.norms[param] = trace.sources(args[0])
+            trace.is_in_attend = True
+
+        def attended(*_: object) -> None:
+            trace.is_in_attend = False
 
         module.register_forward_pre_hook(attend)
+        module.register_forward_hook(attended)
     elif module._parameters:
 
         def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -461,6 +506,7 @@ def _out_axis(
 ) -> DimAxis:
     """Logical axis of a column-parallel linear's features."""
     if fused and len(roles) > 1:
+        roles = _with_shared_heads(roles, length, width)
         parts = [(_axis_of_role(role), roles[role]) for role in "qkv" if role in roles]
         return Stacked(*parts)
     if fused and not roles and length > width and length // width <= MOST_PARTS:
@@ -468,6 +514,20 @@ def _out_axis(
     if len(roles) == 1:
         return _axis_of_role(next(iter(roles)))
     return axis
+
+
+def _with_shared_heads(roles: Mapping[str, int], length: int, width: int) -> Mapping[str, int]:
+    """The heads of a fused weight; where attention that is written out has repeated those of keys and
+    values for the heads of queries, as many as the weight has rows for.
+
+    Args:
+        width: of all heads of queries.
+    """
+    num_heads = roles.get("q", 0)
+    if set(roles) != set("qkv") or len(set(roles.values())) > 1 or width % num_heads:
+        return roles
+    shared, rest = divmod(length // (width // num_heads) - num_heads, 2)
+    return {**roles, "k": shared, "v": shared} if shared > 0 and not rest else roles
 
 
 def _axis_of_role(role: str) -> str:

@@ -211,6 +211,18 @@ class RegionOutput(nn.Module):
         return y
 
 
+class RegionHeads(nn.Module):
+    """Seam: this rank's heads of a tensor that every rank has whole, inside a tensor-parallel region,
+    such as the slopes of ALiBi.
+
+    Identity on one device.
+    """
+
+    def forward(self, x: Tensor, dim: int, number: int) -> Tensor:
+        """So many entries along `dim`, which has one for each head."""
+        return x.narrow(dim, 0, number)
+
+
 class Loss(nn.Module):
     """Seam: sum of the cross entropy over the targets that count, in float32 (float64 for a float64
     model).

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from types import MethodType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 WITHIN_CONTEXT = ("dynamic", "longrope")
@@ -22,6 +25,25 @@ def transposed_linears(lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+@functools.cache
+def computes_linear(kind: type[nn.Linear]) -> bool:
+    """Whether a class with a forward of its own computes what `nn.Linear` does, by the same attributes."""
+    linear = kind.__new__(kind)
+    nn.Module.__init__(linear)
+    x, weight, bias = (torch.arange(1.0, size + 1, device="cpu").sin() for size in (12, 6, 2))
+    x, weight = x.view(4, 3), weight.view(2, 3)
+    for own_bias in (bias, None):
+        # no parameters: where a model is built these may be on the meta device
+        vars(linear).update(in_features=3, out_features=2, weight=weight, bias=own_bias)
+        try:
+            y = kind.forward(linear, x)
+        except Exception:  # noqa: BLE001 - it reads attributes of its own
+            return False
+        if not torch.allclose(y, F.linear(x, weight, own_bias)):
+            return False
+    return True
+
+
 def buffers_in_folders(lm: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, name, path) of the numbers that folders hold beside parameters, such as the correction
     biases of routers, and tables of the experts of each token.
@@ -35,9 +57,9 @@ def buffers_in_folders(lm: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 
 def adapt(lm: nn.Module) -> nn.Module:
-    """The model with an `nn.Linear` for each linear of a transposed weight, and with parameters that
-    are not trained for the buffers of folders: so these are sharded, read, kept and written like all
-    others. Rotary tables that change with the length of a batch stay those of the original context,
+    """The model with an `nn.Linear` for each linear of a transposed weight, or of a class of its own,
+    and with parameters that are not trained for the buffers of folders: so these are sharded, read, kept
+    and written like all others. Rotary tables that change with the length of a batch stay those of the original context,
     in which such models are trained. Changed in place.
     """
     for path, old in list(transposed_linears(lm)):
@@ -48,6 +70,10 @@ def adapt(lm: nn.Module) -> nn.Module:
         assert buffer is not None, "None is in no folder"
         module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     for module in lm.modules():
+        kind: Any = type(module)
+        has_own_forward = issubclass(kind, nn.Linear) and kind.forward is not nn.Linear.forward
+        if has_own_forward and computes_linear(kind):
+            module.__class__ = nn.Linear
         if getattr(module, "rope_type", None) in WITHIN_CONTEXT:
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)
     return lm

@@ -11,17 +11,22 @@ from weft.models.transformers.build import Architecture, param_names
 from weft.models.transformers.sizes import AXES
 from weft.models.user_facts import rows_of
 
+EXPERTS = "experts"
 Row = tuple[DimAxis | None, ...]
 
 
 def shards(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Path of a module in transformers -> whether axes shard something in it."""
-    return _paths_of(found, values, lambda _row: True)
+    """Path of a module in transformers -> whether axes shard something in it besides whole experts."""
+    return _paths_of(found, values, lambda row: any(axis and str(axis) != EXPERTS for axis in row))
 
 
 def shards_parts(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
     """Path of a module in transformers -> whether axes shard a fused weight in it by its parts."""
-    return _paths_of(found, values, lambda row: any(isinstance(axis, Stacked) for axis in row))
+
+    def is_meant(row: Row) -> bool:
+        return any(isinstance(axis, Stacked) and str(axis) != EXPERTS for axis in row)
+
+    return _paths_of(found, values, is_meant)
 
 
 def _paths_of(
@@ -53,8 +58,14 @@ def axes_of(found: Architecture, values: Mapping[str, Any]) -> dict[str, Row]:
 
 def _own_row(found: Architecture, own: str) -> Row:
     """Experts by their first dim; all else is whole."""
-    whole = (None,) * len(found.shapes[own])
-    return ("experts", *whole[1:]) if own in found.experts else whole
+    shape = found.shapes[own]
+    whole = (None,) * len(shape)
+    number = found.experts.get(own)
+    if number is None:
+        return whole
+    # the rows of all experts may be in one dim
+    experts = EXPERTS if shape[0] == number else Stacked((EXPERTS, number))
+    return (experts, *whole[1:])
 
 
 def axes_text(table: Mapping[str, Row]) -> str:

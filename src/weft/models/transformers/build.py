@@ -86,7 +86,8 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         given = {**given, **_own_positions(default, settings)}
         given = fit_factors({**fitted(settings, values["layers"]), **given})
     else:
-        tiny = {name: value for name, value in TINY.items() if name in vars(default)}
+        known = vars(default).keys() - fields.values()
+        tiny = {name: value for name, value in TINY.items() if name in known}
         given |= {**tiny, **fitted(tiny_settings(model_type), values["layers"])}
         given |= {**dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
@@ -216,7 +217,7 @@ class Architecture:
         transposed: names of weights that transformers has as [in, out].
         kept: names of buffers of transformers that are parameters here.
         integers: names of those that hold whole numbers.
-        experts: names of parameters whose first dim counts experts.
+        experts: name of a parameter whose first dim holds experts -> their number.
         stored_buffers: names of buffers that transformers stores in a folder, and weft does not.
         untrained: names of parameters that no gradient of the loss reaches.
         parts_run: whether forward and backward of its parts run without values.
@@ -229,7 +230,7 @@ class Architecture:
     transposed: frozenset[str]
     kept: frozenset[str]
     integers: frozenset[str]
-    experts: frozenset[str]
+    experts: Mapping[str, int]
     stored_buffers: frozenset[str]
     untrained: frozenset[str] = frozenset()
     parts_run: bool = False
@@ -279,7 +280,9 @@ def _architecture(model_type: str, text: str) -> Architecture:
             return run
         found.append(run)
     if not found:
-        raise errors[0]
+        # the first reason but for a table of classes by implementation, in which weft's is not
+        reasons = [error for error in errors if not isinstance(error.__cause__, KeyError)]
+        raise (reasons or errors)[0]
     return found[0]
 
 

@@ -27,6 +27,7 @@ from weft.models.transformers.carried import (
 )
 from weft.models.transformers.draws import DrawsByCounter
 from weft.models.transformers.interfaces import (
+    EAGER,
     BlockCall,
     BlockDone,
     Recording,
@@ -34,6 +35,7 @@ from weft.models.transformers.interfaces import (
     calling,
     end_at_input,
 )
+from weft.models.transformers.own_attention import OwnAttention, own_attentions
 from weft.models.transformers.routed_values import routed_values
 
 KEY = "model.name"
@@ -85,6 +87,7 @@ class Captured:
         has_mask: whether the forward gets a mask of ones; else it gets none.
         width: of embeddings.
         attentions: of the layers.
+        own_attentions: those that call no interface, where none does.
         implementation: of attention, as transformers names it.
         logits: path of the linear whose result the forward returns as logits; empty: it changes
             them (a soft-cap, a scale).
@@ -96,6 +99,8 @@ class Captured:
         draws: whether a forward draws random numbers besides dropout, as routers do.
         reads_values: whether a forward asks which experts have tokens; see Note [Routed values].
         widths: path of a module before the layers -> shape of its result behind batch and sequence.
+        tables: paths of modules before the layers whose results have no gradient, and are handed to
+            layers: every block looks them up.
     """
 
     layers: str
@@ -107,6 +112,7 @@ class Captured:
     width: int
     attentions: tuple[CapturedAttention, ...]
     implementation: str
+    own_attentions: tuple[OwnAttention, ...] = ()
     logits: str = ""
     carried: CarriedTensors = NOTHING
     reads_ids: bool = False
@@ -114,6 +120,7 @@ class Captured:
     draws: bool = False
     reads_values: bool = False
     widths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
 
     def set_attends(self, lm: nn.Module) -> frozenset[str]:
         """Give each attention module of another model of the same config what it calls; their paths."""
@@ -161,8 +168,11 @@ def capture(
             else:
                 watched.logits = lm(input_ids=batch.inputs, **options).logits
 
+    own: tuple[OwnAttention, ...] = ()
     try:
         with torch.inference_mode(False), torch.enable_grad():
+            if implementation == EAGER:
+                own = own_attentions(lm, layers, partial(_run, lm, run))
             has_read_values = _run(lm, run)
     except PlanError:
         raise
@@ -189,6 +199,7 @@ def capture(
             for number, attend in enumerate(attends)
         ),
         implementation=implementation,
+        own_attentions=own,
         logits=watched.path_of_logits(),
         carried=watched.carried(),
         reads_ids=watched.reads_ids or EMBEDS not in takes or bool(watched.shapes),
@@ -200,6 +211,7 @@ def capture(
         draws=drawing.is_used,
         reads_values=has_read_values,
         widths=watched.widths,
+        tables=frozenset(watched.tables),
     )
 
 
@@ -224,9 +236,14 @@ def token_scores(lm: nn.Module, **options: Any) -> Tensor:
     return scores
 
 
-def _run(lm: nn.Module, run: Callable[[Mapping[str, nn.Module], Batch], None]) -> bool:
+def _run(
+    lm: nn.Module,
+    run: Callable[[Mapping[str, nn.Module], Batch], None],
+    rows: int = ROWS,
+    length: int = LENGTH,
+) -> bool:
     """Run a model without memory; whether it reads values that those of an even load stand for."""
-    example = token_example(ROWS, LENGTH)
+    example = token_example(rows, length)
     for has_values in (False, True):
         try:
             with routed_values() if has_values else nullcontext():
@@ -322,6 +339,8 @@ class _Watched:
         self.shared: list[SharedEntry] = []
         self.arguments: list[dict[Place, int]] = []
         self.widths: dict[str, tuple[int, ...]] = {}
+        self.constants: dict[int, tuple[str, Tensor]] = {}
+        self.tables: set[str] = set()
 
     def carried(self) -> CarriedTensors:
         """What layers are handed beside the hidden state."""
@@ -352,6 +371,9 @@ class _Watched:
             given = by_place(args, options)
             hidden = given.pop(0 if args else HIDDEN, None)
             self.reads_ids |= any(value is self.ids for value in given.values())
+            for value in given.values():
+                if isinstance(value, Tensor) and _memory(value) in self.constants:
+                    self.tables.add(self.constants[_memory(value)][0])
             if index == len(self.arguments):
                 self.arguments.append(dict(self._carried_of(given)))
             if index == 0 and isinstance(hidden, Tensor):
@@ -378,7 +400,8 @@ class _Watched:
         for place, mapping in given.items():
             for key, left in mapping.items() if isinstance(mapping, MutableMapping) else ():
                 is_known = any((one.place, one.key) == (place, key) for one in self.shared)
-                if not is_known and all(_is_of_heads(x) for x in left):
+                is_shared = isinstance(left, tuple | list) and all(map(_is_of_heads, left))
+                if is_shared and not is_known:
                     numbers = (self._add(x, (x.shape[1], *x.shape[3:])) for x in left)
                     yield SharedEntry(place, key, index, tuple(numbers))
 
@@ -399,6 +422,8 @@ class _Watched:
         def note(_module: nn.Module, _args: object, out: Any) -> None:
             if _is_of_tokens(out) and not self.order:
                 self.widths[path] = tuple(out.shape[2:])
+            if isinstance(out, Tensor) and not out.requires_grad and not self.order:
+                self.constants[_memory(out)] = (path, out)
 
         return note
 
@@ -412,6 +437,10 @@ class _Watched:
 def is_list(module: nn.Module | None) -> bool:
     """Whether a module holds others, and is not called itself."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _is_of_tokens(value: Any) -> bool:

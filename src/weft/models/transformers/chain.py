@@ -261,6 +261,7 @@ class LayerBlock(nn.Module):
         kinds = {type(module) for module in layer.modules()}
         mixes = Attend not in kinds or nn.Conv1d in kinds
         self.needs_whole_texts = mixes or POSITIONS not in captured.takes
+        self.whole_trunk = bool(captured.own_attentions)  # their regions gather the sequence
 
     @property
     def gatherable_parts(self) -> tuple[str, ...]:
@@ -335,10 +336,13 @@ def blocks_of_model(
         has_region: path of an attention module -> whether a tensor-parallel region may begin there.
         has_parts: ... -> whether a fused weight in it may be sharded by its parts.
     """
-    for path in captured.set_attends(lm):
+    own = {one.path: one for one in captured.own_attentions}
+    for path in (*captured.set_attends(lm), *own):
         module = lm.get_submodule(path)
         if has_region(path):
-            if has_parts(path):
+            if path in own:
+                own[path].shard(module, lm.config)
+            elif has_parts(path):
                 ShardSizes(module, lm.config)
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
@@ -401,8 +405,19 @@ def _copied(
             new._modules[name] = child and _copied(child, captured, places, holds, below)
         elif child is None or below in holds or not _has_parameters(child):
             new._modules[name] = child
+        elif below in captured.tables:
+            new._modules[name] = _with_constants(child)
         else:
             new._modules[name] = Stub(captured.widths.get(below))
+    return new
+
+
+def _with_constants(table: nn.Module) -> nn.Module:
+    """A copy whose parameters, which another block holds, are buffers: constants of its code."""
+    new = copy.copy(table)
+    new._parameters = {}
+    constants = {name: param.detach() for name, param in table.named_parameters(recurse=False)}
+    new._buffers = {**table._buffers, **constants}
     return new
 
 

@@ -14,6 +14,7 @@ from weft.models.common.experts import (
     as_matrices,
     expert_product,
 )
+from weft.models.transformers.own_experts import dispatch_own, own_experts
 
 
 def set_dispatch(lm: nn.Module) -> None:
@@ -24,6 +25,8 @@ def set_dispatch(lm: nn.Module) -> None:
         if is_experts(module):
             setattr(module, DISPATCH, Dispatch(int(module.num_experts)))  # type: ignore[arg-type]
             setattr(module, MATRICES, (_first_matrix(module), "down_proj"))
+    for _, module in own_experts(lm):
+        dispatch_own(module)
 
 
 def _first_matrix(experts: Any) -> str:
@@ -35,15 +38,19 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
-def expert_params(lm: nn.Module) -> frozenset[str]:
-    """Names of parameters whose first dim counts experts that a `Dispatch` serves."""
-    return frozenset(
-        f"{path}.{name}"
+def expert_params(lm: nn.Module) -> dict[str, int]:
+    """Name of a parameter whose first dim holds experts that a `Dispatch` serves -> their number."""
+    found = {
+        f"{path}.{name}": int(module.num_experts)
         for path, module in lm.named_modules()
         if is_experts(module)
         for name, param in module.named_parameters(recurse=False)
         if param.dim() > 1 and len(param) == module.num_experts
-    )
+    }
+    for path, module in own_experts(lm):
+        number = int(module.num_experts)  # type: ignore[arg-type]
+        found |= {f"{path}.{name}": number for name, _ in module.named_parameters()}
+    return found
 
 
 def mixture(experts: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from weft.models.transformers.sizes import SIZES, own_name
 NO_COUNTS = ("dim", "size", "group")
 """Parts of names of attributes that count no heads, though their name has "head"."""
 
+HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
 
 class ShardSizes:
     """Hooks of an attention module that reads its sizes from attributes, or from its config.
@@ -26,14 +28,14 @@ class ShardSizes:
     def __init__(self, module: nn.Module, config: Any) -> None:
         own = getattr(module, "config", None)
         self._config = own if own is config else None
-        heads, kv_heads = _heads(config)
+        heads, kv_heads = heads_of(config)
         self._in_config = dict(_sizes_of_config(config)) if self._config is not None else {}
-        head_size = getattr(module, "head_dim", None)
+        head_size = next((vars(module)[name] for name in HEAD_SIZES if name in vars(module)), None)
         widths = {heads * head_size, kv_heads * head_size} if isinstance(head_size, int) else set()
         self._sizes = {
             name: value
             for name, value in vars(module).items()
-            if type(value) is int and _is_size(name, value, {heads, kv_heads}, widths)
+            if type(value) is int and is_size(name, value, {heads, kv_heads}, widths)
         }
         module.register_forward_pre_hook(self._scale)
         module.register_forward_hook(self._restore, always_call=True)
@@ -62,7 +64,7 @@ class ShardSizes:
             module.config = self._config
 
 
-def _heads(config: Any) -> tuple[int, int]:
+def heads_of(config: Any) -> tuple[int, int]:
     """Those of queries, and those of keys and values."""
     numbers = [number for _, number in _sizes_of_config(config)] or [0]
     return numbers[0], numbers[-1]
@@ -77,9 +79,9 @@ def _sizes_of_config(config: Any) -> Iterator[tuple[str, int]]:
             yield found, vars(config)[found]
 
 
-def _is_size(name: str, value: int, counts: set[int], widths: set[int]) -> bool:
+def is_size(name: str, value: int, counts: set[int], widths: set[int]) -> bool:
     """Whether an attribute counts heads, or the features of all heads."""
     is_of_head = "head" in name
     if is_of_head and not any(word in name for word in NO_COUNTS):
         return value in counts
-    return not is_of_head and value in widths
+    return (not is_of_head or "all_head" in name) and value in widths

@@ -195,8 +195,14 @@ def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: 
         return False
     if factor.size == 1:
         return True
-    following = sizes[place + 1] if place + 1 < len(sizes) else 1
-    return following == factor.size and inferred != place + 1
+    remaining = factor.size
+    for following in range(place + 1, len(sizes)):  # entries of the unit, in one dim or several
+        if following == inferred or remaining % sizes[following]:
+            return False
+        remaining //= sizes[following]
+        if remaining == 1:
+            return True
+    return False
 
 
 def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:

@@ -13,7 +13,7 @@ from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
 from weft.models.common.experts import PRODUCTS
 from weft.models.common.init import path_below
-from weft.models.common.layers import Loss, RegionInput
+from weft.models.common.layers import Loss, RegionHeads, RegionInput
 from weft.models.common.linear_products import PRODUCT, Fp8Product
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META
@@ -24,6 +24,7 @@ from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
     TracedAttention,
     TracedEmbedding,
+    TracedHeads,
     TracedLoss,
     TracedRegion,
     TracedRegionInput,
@@ -164,6 +165,8 @@ def _stand_ins(
             yield module, TracedLoss(module, path_below(name, path), trace)
         elif isinstance(module, RegionInput) and not kinds.is_in_region(path):
             yield module, TracedRegionInput(trace)
+        elif isinstance(module, RegionHeads):
+            yield module, TracedHeads(trace)
 
 
 PreHook = Callable[[nn.Module, tuple[Any, ...]], Any]

@@ -138,6 +138,16 @@ def _index_select(op: TracedOp) -> list[Dims]:
     return [with_dim(op.dims, place, index[0])]
 
 
+def _index(op: TracedOp) -> list[Dims]:
+    """x[:, index]: along one whole dim, by numbers."""
+    indices = op.args["indices"]
+    places = [place for place, index in enumerate(indices) if index is not None]
+    if len(places) > 1 or indices[places[0]].dtype == torch.bool:
+        raise ShardingError("index of a sharded tensor along several dims, or by a mask")
+    reject_sharded(op, places)
+    return [with_dim(op.dims, places[0], *op.operands[1])]
+
+
 def _triangle(op: TracedOp) -> list[Dims]:
     num_dims = len(op.dims)
     rows_and_columns = (num_dims - 2, num_dims - 1)
@@ -196,6 +206,7 @@ _RULES: dict[Rule, tuple[str, ...]] = {
     _norm: ("rms_norm", "layer_norm", "native_layer_norm", "_fused_rms_norm"),
     _embedding: ("embedding",),
     _index_select: ("index_select",),
+    _index: ("index",),
     _triangle: ("tril", "triu"),
     _attention: ("scaled_dot_product_attention",),
     _copy_into: ("copy_",),

@@ -111,7 +111,7 @@ class _ModuleSearch:
         has_weight = module._parameters.get("weight") is not None  # a parametrized one has none
         if isinstance(module, nn.Linear) and has_weight:
             self._visit_linear(path, module, key=f"{name}.weight")
-        elif isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Embedding) and has_weight:
             self._visit_embedding(path, module, key=f"{name}.weight")
         elif expert_matrices(module):
             self._visit_experts(path, module, name=name)

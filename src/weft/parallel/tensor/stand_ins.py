@@ -17,7 +17,16 @@ from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import MAGNITUDE, adapter_input, magnitude_of
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.autograd.tree import map_leaves
-from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, order, whole_dims
+from weft.parallel.tensor.dims import (
+    DimFactor,
+    Dims,
+    ShardingError,
+    is_sharded,
+    length,
+    order,
+    whole_dims,
+    with_dim,
+)
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
 
 SIZES_IN_REGION = (
@@ -134,6 +143,25 @@ class TracedRegionInput(nn.Module):
         if value.inside:
             return x
         return self.trace.enter_declared(x)
+
+
+class TracedHeads(nn.Module):
+    """Stands for the choice of a rank's heads of a tensor that is whole on every rank."""
+
+    def __init__(self, trace: ShardingTrace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def forward(self, x: Tensor, dim: int, number: int) -> Tensor:
+        trace = self.trace
+        value = trace.value(x)
+        is_outside = value.activation and not value.inside
+        if is_outside or is_sharded(value.dims[dim]) or number * trace.degree != x.shape[dim]:
+            raise ShardingError("a rank takes heads of a tensor that does not have all of them")
+        shape = list(x.shape)
+        shape[dim] = number
+        dims = with_dim(value.dims, dim, (DimFactor(number, sharded=True),))
+        return trace.set(x.new_empty(shape), replace(value, dims=dims, inside=True))
 
 
 class TracedRegion(nn.Module):

@@ -21,7 +21,7 @@ from weft.layout.plan import Plan
 from weft.models.common.attention import Attend, OwnHeads
 from weft.models.common.fp8_experts import share_expert_rows
 from weft.models.common.init import named_parameters, path_below
-from weft.models.common.layers import Loss, RegionInput, RegionOutput
+from weft.models.common.layers import Loss, RegionHeads, RegionInput, RegionOutput
 from weft.models.common.linear_products import share_rows
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.model.dropout_blocks import DropoutShards
@@ -307,6 +307,18 @@ class RegionExit(nn.Module):
         return self.region.leave(y)
 
 
+class HeadsOfRank(nn.Module):
+    """In place of a `RegionHeads`: the entries of a rank's heads."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x: Tensor, dim: int, number: int) -> Tensor:
+        """So many along `dim`, which has one for each head of all ranks."""
+        return x.narrow(dim, number * self.region.comm.index(AXIS), number)
+
+
 def _make_parallel(
     name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region
 ) -> nn.Module:
@@ -375,6 +387,8 @@ def _make_regions(
         if isinstance(module, RegionInput) and (is_declared or modules.columns):
             inside = _columns_inside(parent, columns)
             replace_module(block, module, RegionEntry(region, inside, readers))
+        elif isinstance(module, RegionHeads) and modules.columns:
+            replace_module(block, module, HeadsOfRank(region))
         elif isinstance(module, RegionOutput) and is_declared:
             replace_module(block, module, RegionExit(region))
 

@@ -4,6 +4,7 @@ module                       along   takes                          gives       
 Attend                       cp      columns: q, k, v sharded       as q                      nothing is typed
                              tp      heads: q sharded               as q; of k and v that
                                      or all replicated              are whole: partial gradients
+HeadsOfRank                  tp      replicated                     sharded in the heads      varying
 VocabParallelEmbedding       tp      tokens replicated              what `region.leave` gives varying
 VocabParallelLoss            tp      logits sharded in V            replicated                varying
 ExpertParallelDispatch       ep      tokens sharded                 as its tokens             varying
@@ -34,7 +35,8 @@ from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertParallelDispatch, ShardedBalance
 from weft.parallel.model.dropout_blocks import block_as_written
-from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, with_dim
+from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, whole_dims, with_dim
+from weft.parallel.tensor.transform import HeadsOfRank
 from weft.parallel.tensor.vocab import (
     VocabParallelEmbedding,
     VocabParallelLoss,
@@ -153,6 +155,8 @@ class DeclaredRegions:
     def _wrapper(self, module: nn.Module) -> Callable[..., Any] | None:
         if isinstance(module, Attend):
             return self._attend
+        if isinstance(module, HeadsOfRank):
+            return self._heads
         if isinstance(module, VocabParallelEmbedding):
             return self._embedding
         if isinstance(module, VocabParallelPreferenceLoss):
@@ -242,6 +246,18 @@ class DeclaredRegions:
     def _end_backward(self, types: Types, out: Tensor) -> None:
         self.mode.is_declared = False
         self._set(out, types)
+
+    def _heads(
+        self, module: Any, forward: Callable[..., Tensor], x: Tensor, dim: int, number: int
+    ) -> Tensor:
+        taken = self._type(x, TP)
+        if taken is not None and not taken.is_same_everywhere:
+            self.mode.report(TP, f"a rank's heads are taken of a tensor that is {taken.text}")
+        partial = self._replaced(self.mode.types_of(x), {TP: PARTIAL})
+        out = forward(self._freed(x, (TP,), gradient=partial), dim, number)
+        heads = (DimFactor(number, sharded=True),)
+        dims = with_dim(whole_dims(tuple(out.shape)), dim, heads)
+        return self._restored(out, (TP,), {TP: of_dims(dims)})
 
     # vocabulary
 
