@@ -331,7 +331,7 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
 
 def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Fault]:
     """Facts about the data source that differ from those in the checkpoint."""
-    keys = SAME_DATA_FACTS if "weights" in stored else SAME_DATA_FACTS_ONCE
+    keys: tuple[str, ...] = SAME_DATA_FACTS if "weights" in stored else SAME_DATA_FACTS_ONCE
     if DOCUMENTS_SHA256 in current:
         keys = (*keys, DOCUMENTS_SHA256)
     for key in keys:
