@@ -280,9 +280,11 @@ def _architecture(model_type: str, text: str) -> Architecture:
             return run
         found.append(run)
     if not found:
-        # the first reason but for a table of classes by implementation, in which weft's is not
-        reasons = [error for error in errors if not isinstance(error.__cause__, KeyError)]
-        raise (reasons or errors)[0]
+        # What the chain is not comes before errors of transformers' code, of which a KeyError is that of a
+        # table of classes by implementation, in which weft's is not.
+        chain = [error for error in errors if error.__cause__ is None]
+        others = [error for error in errors if not isinstance(error.__cause__, KeyError)]
+        raise (chain or others or errors)[0]
     return found[0]
 
 
