@@ -24,8 +24,6 @@ REJECTED = {
         for name in ("batch_norm", "resnet", "mobilenet")
         for layout in ("tp2 sp", "cp2")
     },
-    ("head_bias", "tp2"): "index of a sharded tensor has no rule",
-    ("head_bias", "tp2 sp"): "index of a sharded tensor has no rule",
     ("head_bias", "cp2"): ATTEND,
     ("shared_router", "tp2 sp"): "topk over a sharded dim",
     ("torch_attention", "tp2 sp"): OUTSIDE,
@@ -38,6 +36,7 @@ REJECTED = {
 EQUAL = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in REJECTED]
 ALWAYS = (
     ("fused_block", "tp2 sp"),
+    ("head_bias", "tp2 sp"),
     ("shared_layer", "tp2"),
     ("torch_attention", "dp2 zero3"),
     ("dropout", "cp2"),

@@ -96,7 +96,12 @@ def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Tensors of one dtype, joined along `dim`, also within `torch.autocast` of another 16-bit dtype, which
     would reject them.
     """
-    with torch._C._DisableAutocast():
+    first = tensors[0]
+    device = first.device.type
+    may_be_cast = first.dtype in (torch.float16, torch.bfloat16) and not first.is_meta
+    if not may_be_cast or not torch.is_autocast_enabled(device):
+        return torch.cat(list(tensors), dim)
+    with torch.autocast(device, enabled=False):
         return torch.cat(list(tensors), dim)
 
 
