@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ from weft.models.transformers.build import architecture_of, build, config_of, pa
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import EAGER
+from weft.models.transformers.own_experts import own_experts
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
 from weft.planner.certificate.certificate import certify
@@ -356,16 +358,37 @@ def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same
     assert not computes_linear(Doubled)
 
 
-def test_experts_of_own_code_have_gradients_without_a_token() -> None:
-    """A rank of ep whose experts no token has chosen."""
-    lm = build(config_of("jetmoe", TINY))
+@pytest.mark.parametrize("name", ["jetmoe", "dbrx"])
+def test_experts_of_own_code_have_gradients_without_a_token(name: str) -> None:
+    """A rank of ep whose experts no token has chosen: DBRX could not tell the shape of its result."""
+    lm = build(config_of(name, TINY))
     set_dispatch(lm)
-    experts = lm.get_submodule("model.layers.0.mlp.input_linear")
-    y = experts(torch.zeros(0, 64), [0, 0, 0, 0])
-    assert y.shape == (0, 192)
+    ((_, experts), *_) = own_experts(lm)
+    none = torch.zeros(0, 1)
+    chosen = (none.long(), none) if name == "dbrx" else ([0, 0, 0, 0],)
+    y = experts(torch.zeros(0, 64), *chosen)
+    assert len(y) == 0
     y.sum().backward()
     grads = [param.grad for param in experts.parameters()]
-    assert [grad is not None and not grad.any() for grad in grads] == [True]
+    assert grads
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "dbrx"])
+def test_a_copy_of_experts_of_own_code_computes_with_its_own_weights(name: str) -> None:
+    lm = build(config_of(name, TINY))
+    set_dispatch(lm)
+    ((_, experts), *_) = own_experts(lm)
+    copied = copy.deepcopy(experts).double()
+    x = torch.ones(4, 64, dtype=torch.float64)
+    index = torch.arange(4).unsqueeze(1)
+    chosen = (index, x.new_ones(4, 1)) if name == "dbrx" else ([1, 1, 1, 1],)
+    before = copied(x, *chosen)
+    assert before.dtype == torch.float64
+    for param in experts.parameters():
+        param.data.zero_()
+    assert torch.equal(copied(x, *chosen), before)
+    assert before.all()
 
 
 def test_experts_of_own_code_are_sharded_by_rows_of_an_expert() -> None:
