@@ -367,7 +367,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         try:
             outputs = self.module(*args, **kwargs)
         except BaseException:
-            self._values.end_forward(is_seen=True)
+            self._values.interrupt_forward()
             raise
         finally:
             self._is_in_forward = False
