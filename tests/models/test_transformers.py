@@ -348,6 +348,12 @@ def test_heads_are_those_of_the_fields() -> None:
     assert config_of("gpt_neo", TINY | {"heads": 2}).num_heads == 2
 
 
+def test_attention_of_own_code_may_have_more_heads_than_positions() -> None:
+    values = TINY | {"heads": 32, "dim": 64, "settings": '{"max_position_embeddings": 32}'}
+    captured = architecture_of("gpt_neo", values).captured
+    assert len(captured.own_attentions) == TINY["layers"]
+
+
 def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
