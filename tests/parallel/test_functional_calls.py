@@ -215,6 +215,36 @@ def test_shards_are_registered_after_an_error(where: str, wrap: Wrap) -> None:
         torch.testing.assert_close(values, alone.state_dict(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("wrap", [zero1, zero3])
+def test_shards_are_saved_within_a_forward_and_a_backward(wrap: Wrap) -> None:
+    """By a hook, or the handler of a signal."""
+
+    def rank(comm: Comm) -> None:
+        module = Net(Scaled())
+        saved: list[dict[str, Any]] = []
+
+        def save(*_: object) -> None:
+            saved.append(net.state_dict())
+            saved.append(dict(net.named_parameters()))
+            saved.append(net.optim_state_dict(optimizer)["state"])
+
+        module.blocks[1].register_forward_hook(save)
+        net = wrap(module, comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+        names = {name for name, _ in net.named_parameters()}
+        for step in range(2):
+            y = net(part_of_batch(step, comm.rank))
+            y.register_hook(save)
+            y.square().mean().backward()
+            optimizer.step()
+        for found in (*saved[0::3], *saved[1::3]):
+            assert found.keys() == names
+            assert all(isinstance(value, ShardedTensor) for value in found.values())
+        assert [found.keys() for found in saved[2::3]] == [set(), set(), names, names]
+
+    run_ranks("dp2", rank)
+
+
 class Watched(nn.Module):
     """A linear that counts how many outputs of such blocks are in memory."""
 

@@ -12,7 +12,8 @@ Note [What a forward finds]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -43,15 +44,16 @@ class BlockValues:
         self._params = tuple(params)
         self._depth = 0
 
+    @property
+    def are_exposed(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self._depth > 0
+
     def expose(self) -> None:
         """Register the unsharded parameters."""
         self._depth += 1
-        if self._depth > 1:
-            return
-        for module, name, shard, unsharded in self._params:
-            module.__dict__.pop(name, None)
-            if module._parameters.get(name) is shard:
-                module._parameters[name] = unsharded
+        if self._depth == 1:
+            self.register_unsharded()
 
     def hide(self) -> None:
         """Register the shards again; without effect where nothing is exposed, as after an error."""
@@ -62,9 +64,17 @@ class BlockValues:
 
     def hide_all(self) -> None:
         """The same, however often the parameters were exposed."""
-        if self._depth == 0:
-            return
-        self._depth = 0
+        if self._depth > 0:
+            self._depth = 0
+            self.register_shards()
+
+    def register_unsharded(self) -> None:
+        for module, name, shard, unsharded in self._params:
+            module.__dict__.pop(name, None)
+            if module._parameters.get(name) is shard:
+                module._parameters[name] = unsharded
+
+    def register_shards(self) -> None:
         for module, name, shard, unsharded in self._params:
             if name in module._parameters:
                 module.__dict__[name] = unsharded
@@ -160,6 +170,19 @@ class RegisteredValues:
             self._in_backward = False
             for values in self._blocks:
                 values.hide_all()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Have the shards registered, also within a forward or a backward: a hook or a signal handler saves them."""
+        self.hide_after_error()
+        exposed = [values for values in self._blocks if values.are_exposed]
+        for values in exposed:
+            values.register_shards()
+        try:
+            yield
+        finally:
+            for values in exposed:
+                values.register_unsharded()
 
 
 def _expose(values: BlockValues) -> Callable[[nn.Module, Any], None]:
