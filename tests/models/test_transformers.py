@@ -26,7 +26,7 @@ from weft.core.shard import Stacked
 from weft.errors import CheckpointError, ConfigError, PlanError, UserError
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
-from weft.models.transformers.adapt import adapt, computes_linear
+from weft.models.transformers.adapt import adapt, computes_linear, is_linear_of_own_class
 from weft.models.transformers.build import architecture_of, build, config_of, param_names
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.experts import set_dispatch
@@ -359,9 +359,19 @@ def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * super().forward(x)
+
     falcon = adapt(build(config_of("falcon", TINY), implementation=EAGER))
     assert type(falcon.get_submodule("transformer.h.0.mlp.dense_h_to_4h")) is nn.Linear
     assert not computes_linear(Doubled)
+    scaled = Scaled(2, 2)
+    assert is_linear_of_own_class(scaled)
+    scaled.scale = 2.0
+    assert not is_linear_of_own_class(scaled)
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "dbrx"])
