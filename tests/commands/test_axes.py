@@ -55,6 +55,46 @@ def test_what_no_sharding_fits_is_undecided(capsys: pytest.CaptureFixture[str]) 
     assert "# undecided: layer*.k layer*.q layer*.v -> layer*.o: " in shown
 
 
+POOLED = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Config:
+    vocab: int = 256
+    dim: int = 16
+    layers: int = 1
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
+
+    def forward(self, x):
+        pooled = x.unflatten(1, (-1, 4)).mean(2)
+        weights = torch.bmm(self.q(pooled), self.k(pooled).mT).softmax(-1)
+        y = self.out(torch.bmm(weights, self.v(pooled)))
+        return x + y.repeat_interleave(4, 1)
+
+
+def blocks(c):
+    return {"tok": nn.Embedding(c.vocab, c.dim), "layer0": Layer(c), "head": nn.Linear(c.dim, c.vocab)}
+"""
+
+
+def test_attention_over_fewer_tokens_than_the_batch_has_is_undecided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pooled.py"
+    path.write_text(POOLED)
+    assert main(["axes", str(path), "--check", "False"]) == EXIT_OK
+    assert "# undecided: layer*.k layer*.q layer*.v -> layer*.out: " in capsys.readouterr().out
+
+
 PIXELS = """
 from dataclasses import dataclass
 from torch import nn

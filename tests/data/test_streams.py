@@ -322,15 +322,17 @@ def test_a_file_system_that_does_not_answer_is_asked_once(
     file = cached(1)
     calls: list[str] = []
 
-    def ask(answer: str) -> tuple[RemoteFile, ...]:
+    def ask(answer: str, url: str = "s3://bucket/texts") -> tuple[RemoteFile, ...]:
         def asked() -> Iterator[RemoteFile]:
             calls.append(answer)
             if answer == "nothing":
                 raise TimeoutError(answer)
             yield file
 
-        return streams._asked("s3://bucket/texts", asked)
+        return streams._asked(url, asked)
 
+    ask("files", "s3://bucket/others")
+    calls.clear()
     for _ in range(2):
         with pytest.raises(TimeoutError):
             ask("nothing")  # there is no earlier answer
@@ -339,7 +341,10 @@ def test_a_file_system_that_does_not_answer_is_asked_once(
     assert ask("files") == (file,)
     with pytest.warns(UserWarning, match="its files in the cache are read"):
         assert ask("nothing") == (file,)
-    assert ask("nothing") == ask("files") == (file,)
+    with pytest.warns(UserWarning, match="its files in the cache are read"):
+        assert ask("nothing") == ask("files") == (file,)
+    with pytest.warns(UserWarning, match="s3://bucket/others cannot be reached"):
+        assert ask("nothing", "s3://bucket/others") == (file,)
     assert calls == ["nothing", "files", "nothing"]
     monkeypatch.setattr(streams.time, "monotonic", lambda: now + 2 * streams.SILENCE_S)
     ask("files")

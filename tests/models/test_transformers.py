@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -25,11 +26,12 @@ from weft.core.shard import Stacked
 from weft.errors import CheckpointError, ConfigError, PlanError, UserError
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
-from weft.models.transformers.adapt import adapt, computes_linear
+from weft.models.transformers.adapt import adapt, computes_linear, is_linear_of_own_class
 from weft.models.transformers.build import architecture_of, build, config_of, param_names
 from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import EAGER
+from weft.models.transformers.own_experts import own_experts
 from weft.models.transformers.shard_sizes import ShardSizes
 from weft.models.transformers.sizes import SIZES
 from weft.planner.certificate.certificate import certify
@@ -346,26 +348,63 @@ def test_heads_are_those_of_the_fields() -> None:
     assert config_of("gpt_neo", TINY | {"heads": 2}).num_heads == 2
 
 
+def test_attention_of_own_code_may_have_more_heads_than_positions() -> None:
+    values = TINY | {"heads": 32, "dim": 64, "settings": '{"max_position_embeddings": 32}'}
+    captured = architecture_of("gpt_neo", values).captured
+    assert len(captured.own_attentions) == TINY["layers"]
+
+
 def test_linears_of_a_class_of_their_own_are_sharded_where_they_compute_the_same() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * super().forward(x)
+
     falcon = adapt(build(config_of("falcon", TINY), implementation=EAGER))
     assert type(falcon.get_submodule("transformer.h.0.mlp.dense_h_to_4h")) is nn.Linear
     assert not computes_linear(Doubled)
+    scaled = Scaled(2, 2)
+    assert is_linear_of_own_class(scaled)
+    scaled.scale = 2.0
+    assert not is_linear_of_own_class(scaled)
 
 
-def test_experts_of_own_code_have_gradients_without_a_token() -> None:
-    """A rank of ep whose experts no token has chosen."""
-    lm = build(config_of("jetmoe", TINY))
+@pytest.mark.parametrize("name", ["jetmoe", "dbrx"])
+def test_experts_of_own_code_have_gradients_without_a_token(name: str) -> None:
+    """A rank of ep whose experts no token has chosen: DBRX could not tell the shape of its result."""
+    lm = build(config_of(name, TINY))
     set_dispatch(lm)
-    experts = lm.get_submodule("model.layers.0.mlp.input_linear")
-    y = experts(torch.zeros(0, 64), [0, 0, 0, 0])
-    assert y.shape == (0, 192)
+    ((_, experts), *_) = own_experts(lm)
+    none = torch.zeros(0, 1)
+    chosen = (none.long(), none) if name == "dbrx" else ([0, 0, 0, 0],)
+    y = experts(torch.zeros(0, 64), *chosen)
+    assert len(y) == 0
     y.sum().backward()
     grads = [param.grad for param in experts.parameters()]
-    assert [grad is not None and not grad.any() for grad in grads] == [True]
+    assert grads
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "dbrx"])
+def test_a_copy_of_experts_of_own_code_computes_with_its_own_weights(name: str) -> None:
+    lm = build(config_of(name, TINY))
+    set_dispatch(lm)
+    ((_, experts), *_) = own_experts(lm)
+    copied = copy.deepcopy(experts).double()
+    x = torch.ones(4, 64, dtype=torch.float64)
+    index = torch.arange(4).unsqueeze(1)
+    chosen = (index, x.new_ones(4, 1)) if name == "dbrx" else ([1, 1, 1, 1],)
+    before = copied(x, *chosen)
+    assert before.dtype == torch.float64
+    for param in experts.parameters():
+        param.data.zero_()
+    assert torch.equal(copied(x, *chosen), before)
+    assert before.all()
 
 
 def test_experts_of_own_code_are_sharded_by_rows_of_an_expert() -> None:

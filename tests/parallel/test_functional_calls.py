@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -180,6 +181,8 @@ class Failing(nn.Module):
         y = torch.tanh(self.inner(x))
         if self.fails_in == "forward":
             raise ArithmeticError
+        if self.fails_in == "forward, by the user":
+            raise KeyboardInterrupt
         if self.fails_in == "backward":
             y.register_hook(self._fail)
         return y
@@ -189,14 +192,14 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [zero1, zero3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "forward, by the user", "backward"])
 def test_shards_are_registered_after_an_error(where: str, wrap: Wrap) -> None:
     def rank(comm: Comm) -> dict[str, Tensor]:
         failing = Failing()
         net = wrap(Net(nn.Sequential(failing)), comm)
         before = {name: id(shard) for name, shard in net.named_parameters()}
         failing.fails_in = where
-        with pytest.raises(ArithmeticError):
+        with pytest.raises((ArithmeticError, KeyboardInterrupt)):
             net(part_of_batch(0, comm.rank)).sum().backward()
         assert {name: id(shard) for name, shard in net.named_parameters()} == before
         assert all(isinstance(value, ShardedTensor) for value in net.state_dict().values())
@@ -210,6 +213,65 @@ def test_shards_are_registered_after_an_error(where: str, wrap: Wrap) -> None:
     trained(alone, [0, 1])
     for values in run_ranks("dp2", rank):
         torch.testing.assert_close(values, alone.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [zero1, zero3])
+def test_shards_are_saved_within_a_forward_and_a_backward(wrap: Wrap) -> None:
+    """By a hook, or the handler of a signal."""
+
+    def rank(comm: Comm) -> None:
+        module = Net(Scaled())
+        saved: list[dict[str, Any]] = []
+
+        def save(*_: object) -> None:
+            saved.append(net.state_dict())
+            saved.append(dict(net.named_parameters()))
+            saved.append(net.optim_state_dict(optimizer)["state"])
+
+        module.blocks[1].register_forward_hook(save)
+        net = wrap(module, comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+        names = {name for name, _ in net.named_parameters()}
+        for step in range(2):
+            y = net(part_of_batch(step, comm.rank))
+            y.register_hook(save)
+            y.square().mean().backward()
+            optimizer.step()
+        for found in (*saved[0::3], *saved[1::3]):
+            assert found.keys() == names
+            assert all(isinstance(value, ShardedTensor) for value in found.values())
+        assert [found.keys() for found in saved[2::3]] == [set(), set(), names, names]
+
+    run_ranks("dp2", rank)
+
+
+class Watched(nn.Module):
+    """A linear that counts how many outputs of such blocks are in memory."""
+
+    outputs: list[weakref.ref[Tensor]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.outputs.append(weakref.ref(y))
+        self.most_kept = sum(output() is not None for output in self.outputs)
+        return y
+
+
+def test_outputs_of_blocks_are_not_kept_in_a_forward_without_gradients() -> None:
+    def rank(comm: Comm) -> int:
+        blocks = [Watched() for _ in range(6)]
+        for block in blocks:
+            block.outputs = blocks[0].__dict__.setdefault("outputs", [])
+        net = zero3(nn.Sequential(*blocks), comm)
+        with torch.no_grad():
+            net(part_of_batch(0, comm.rank))
+        return max(block.most_kept for block in blocks)
+
+    assert run_ranks("dp2", rank) == [2, 2]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)

@@ -765,6 +765,22 @@ def test_the_parts_of_one_head_are_no_units() -> None:
     assert inferred[0] == whole_dim(1)
 
 
+def test_two_dims_of_one_entry_before_a_unit_are_rejected_unless_one_is_inferred() -> None:
+    """A softmax over the rank's heads was accepted where the other dim was taken for them: all ones."""
+    x = (whole_dim(2), whole_dim(8), (DimFactor(4, sharded=True),))
+    with pytest.raises(ShardingError, match="two dims of 1, one of which counts the rank's units"):
+        regroup(x, (2, 8, 1, 1, 4), inferred=None, name="view")
+    head = (DimFactor(1, sharded=True),)
+    for place, units in ((2, (head, whole_dim(1))), (3, (whole_dim(1), head))):
+        found = regroup(x, (2, 8, 1, 1, 4), inferred=place, name="view")
+        assert found[2:] == (*units, whole_dim(4))
+    of_one_token = (whole_dim(2), whole_dim(1), (DimFactor(4, sharded=True),))
+    _, token, *unit = regroup(
+        of_one_token, (2, 1, 1, 4), inferred=None, name="view", has_tokens=True
+    )
+    assert [token, *unit] == [whole_dim(1), head, whole_dim(4)]
+
+
 def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> None:
     """view(B, -1, heads, size) by the number of all heads takes half of the sequence for them."""
     x = (whole_dim(2), whole_dim(8), (DimFactor(16, sharded=True),))

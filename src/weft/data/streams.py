@@ -219,6 +219,7 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
     if failure is not None and silent_s < SILENCE_S:
         files = _known(last)
         if files:
+            _warn_of_cache(url, failure)
             return files
         if silent_s < SAME_COMMAND_S:
             raise failure
@@ -231,9 +232,7 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
         files = _known(last)
         if not files:
             raise
-        said = f"{url} cannot be reached ({first_line(error)}): its files in the cache are read"
-        # not silent: the store may hold newer files by now
-        warnings.warn(said, stacklevel=2)
+        _warn_of_cache(url, error)
         return files
     _FAILURES.pop(store, None)
     if found:
@@ -243,6 +242,12 @@ def _asked(url: str, ask: Callable[[], Iterator[RemoteFile]]) -> tuple[RemoteFil
             json.dump([astuple(file) for file in found], new)
         Path(new.name).rename(last)
     return found
+
+
+def _warn_of_cache(url: str, error: Exception) -> None:
+    """Not silent: the store may hold newer files by now. Python shows equal warnings once."""
+    said = f"{url} cannot be reached ({first_line(error)}): its files in the cache are read"
+    warnings.warn(said, stacklevel=3)
 
 
 def _known(answer: Path) -> tuple[RemoteFile, ...]:

@@ -201,6 +201,8 @@ class UseTrace(TorchDispatchMode):
         if not (is_of_pairs and q and k and q | k == sources - NOT_LINEARS):
             return
         num_heads = scores.shape[:-1].numel() // self.num_tokens
+        if not num_heads:  # of fewer tokens than the batch has
+            return
         self._weights.set(weights, num_heads)
         self._note_heads("q", q, num_heads)
         self._note_heads("k", k, num_heads)

@@ -25,6 +25,23 @@ def transposed_linears(lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+HF_MARK = "_is_hf_initialized"
+"""Attribute that transformers sets on modules."""
+LINEAR_STATE = {*vars(nn.Linear(1, 1, device="meta")), HF_MARK}
+
+
+def is_linear_of_own_class(module: nn.Module) -> bool:
+    """Whether a module of a class with a forward of its own computes what `nn.Linear` does: the class
+    does, and the module has nothing more that its forward may read, such as a scale.
+    """
+    kind: Any = type(module)
+    if not isinstance(module, nn.Linear) or kind.forward is nn.Linear.forward:
+        return False
+    has_more = vars(module).keys() - LINEAR_STATE or module._buffers or module._modules
+    has_params = module._parameters.keys() == {"weight", "bias"}
+    return has_params and not has_more and computes_linear(kind)
+
+
 @functools.cache
 def computes_linear(kind: type[nn.Linear]) -> bool:
     """Whether a class with a forward of its own computes what `nn.Linear` does, by the same attributes."""
@@ -59,8 +76,8 @@ def buffers_in_folders(lm: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 def adapt(lm: nn.Module) -> nn.Module:
     """The model with an `nn.Linear` for each linear of a transposed weight, or of a class of its own,
     and with parameters that are not trained for the buffers of folders: so these are sharded, read, kept
-    and written like all others. Rotary tables that change with the length of a batch stay those of the original context,
-    in which such models are trained. Changed in place.
+    and written like all others. Rotary tables that change with the length of a batch stay those of the
+    original context, in which such models are trained. Changed in place.
     """
     for path, old in list(transposed_linears(lm)):
         parent, _, name = path.rpartition(".")
@@ -70,9 +87,7 @@ def adapt(lm: nn.Module) -> nn.Module:
         assert buffer is not None, "None is in no folder"
         module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     for module in lm.modules():
-        kind: Any = type(module)
-        has_own_forward = issubclass(kind, nn.Linear) and kind.forward is not nn.Linear.forward
-        if has_own_forward and computes_linear(kind):
+        if is_linear_of_own_class(module):
             module.__class__ = nn.Linear
         if getattr(module, "rope_type", None) in WITHIN_CONTEXT:
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)

@@ -15,6 +15,10 @@ from weft.models.transformers.shard_sizes import ShardSizes, heads_of, is_size
 
 HEADS = "weft_heads"
 """Child of an attention module that takes a rank's heads of an argument."""
+EXAMPLES = ((2, 8), (3, 7))
+"""Sequences and tokens of the runs that tell which dims count heads: the first dims of arguments count
+sequences and heads, which grow, or tokens, which do not. Few tokens, since tables of positions end.
+"""
 Shape = tuple[int, ...]
 
 
@@ -68,9 +72,8 @@ def own_attentions(
         for path, module in lm.named_modules()
         if path.startswith(f"{layers}.") and (name := _counts_heads(module, num_heads))
     }
-    sizes = ((2, 2 * num_heads + 1), (3, 2 * num_heads + 2))
     shapes: list[dict[str, dict[Place, Shape]]] = []
-    for rows, length in sizes:
+    for rows, length in EXAMPLES:
         noted: dict[str, dict[Place, Shape]] = {}
         hooks = [
             lm.get_submodule(path).register_forward_pre_hook(
@@ -85,8 +88,8 @@ def own_attentions(
                 hook.remove()
         shapes.append(noted)
     lengths = [
-        {(num_heads,) * len(sizes), tuple(rows * num_heads for rows, _ in sizes)},
-        {(num_heads,) * len(sizes)},
+        {(num_heads,) * len(EXAMPLES), tuple(rows * num_heads for rows, _ in EXAMPLES)},
+        {(num_heads,) * len(EXAMPLES)},
     ]
     return tuple(
         OwnAttention(

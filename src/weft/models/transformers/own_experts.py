@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ BY_CHOICE = ("hidden_states", "top_k_index", "top_k_weights")
 BY_LENGTH = ("inputs", "expert_size")
 """Arguments of experts that get tokens in the order of their experts, and how many each has (JetMoE)."""
 NUMBER = "num_experts"
-Rows = Callable[[Tensor, Sequence[int]], Tensor]
-"""Tokens in the order of their experts, and how many each expert has -> the same order."""
+Rows = Callable[[nn.Module, Tensor, Sequence[int]], Tensor]
+"""A module, tokens in the order of its experts, and how many each expert has -> the same order."""
 
 
 def own_experts(lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -40,26 +40,27 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 def dispatch_own(module: nn.Module) -> None:
     """Let a module of experts send tokens by a `Dispatch`, which ep replaces."""
-    own, is_by_choice = module.forward, _arguments(module) == BY_CHOICE
+    is_by_choice = _arguments(module) == BY_CHOICE
     setattr(module, DISPATCH, Dispatch(int(getattr(module, NUMBER))))
-    rows: Rows = partial(_by_choice if is_by_choice else _by_length, module, own)
-    experts = ExpertsOfOwnCode(module, rows)
+    # a method, since a deep copy of the module has it call the copy
+    module.forward = MethodType(_choose if is_by_choice else _send, module)
 
-    def choose(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        dispatch: nn.Module = getattr(module, DISPATCH)
-        x_ND = hidden_states.flatten(0, -2)
-        y: Tensor = dispatch(
-            x_ND, top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2), experts
-        )
-        return y.view_as(hidden_states)
 
-    def send(inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-        dispatch: nn.Module = getattr(module, DISPATCH)
-        index_N1 = _numbers(expert_size, inputs.device)
-        y: Tensor = dispatch(inputs, index_N1, inputs.new_ones(index_N1.shape), experts)
-        return y
+def _choose(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    dispatch: nn.Module = getattr(module, DISPATCH)
+    choices = (x.flatten(0, -2) for x in (hidden_states, top_k_index, top_k_weights))
+    y: Tensor = dispatch(*choices, ExpertsOfOwnCode(module, _by_choice))
+    return y.view_as(hidden_states)
 
-    module.forward = choose if is_by_choice else send
+
+def _send(module: nn.Module, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+    dispatch: nn.Module = getattr(module, DISPATCH)
+    index_N1 = _numbers(expert_size, inputs.device)
+    ones_N1 = inputs.new_ones(index_N1.shape)
+    y: Tensor = dispatch(inputs, index_N1, ones_N1, ExpertsOfOwnCode(module, _by_length))
+    return y
 
 
 def _numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -68,19 +69,22 @@ def _numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat(runs)
 
 
-def _by_choice(
-    module: nn.Module, own: Callable[..., Tensor], x_ND: Tensor, lengths: Sequence[int]
-) -> Tensor:
+def _by_choice(module: nn.Module, x_ND: Tensor, lengths: Sequence[int]) -> Tensor:
+    if not len(x_ND):
+        return x_ND  # the code takes the shape of its result from the tokens
     index_N1 = _numbers(lengths, x_ND.device)
-    y: Tensor = own(x_ND, index_N1, x_ND.new_ones(index_N1.shape))
+    y: Tensor = _own_forward(module)(x_ND, index_N1, x_ND.new_ones(index_N1.shape))
     return y.view_as(x_ND)
 
 
-def _by_length(
-    module: nn.Module, own: Callable[..., Tensor], x_ND: Tensor, lengths: Sequence[int]
-) -> Tensor:
-    y_ND: Tensor = own(x_ND, list(lengths))
+def _by_length(module: nn.Module, x_ND: Tensor, lengths: Sequence[int]) -> Tensor:
+    y_ND: Tensor = _own_forward(module)(x_ND, list(lengths))
     return y_ND
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """The code of the model, in whose place a `Dispatch` is called."""
+    return MethodType(type(module).forward, module)
 
 
 class ExpertsOfOwnCode:
@@ -98,7 +102,7 @@ class ExpertsOfOwnCode:
         whole = module.num_experts
         module.num_experts = len(loads.counts)
         try:
-            y_ND: Tensor = self._rows(x_ND, loads.lengths(len(x_ND)))
+            y_ND: Tensor = self._rows(module, x_ND, loads.lengths(len(x_ND)))
         finally:
             module.num_experts = whole
         if len(x_ND):

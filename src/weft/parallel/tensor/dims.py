@@ -146,7 +146,7 @@ def regroup(
         while stream and (
             remaining > 1
             or (is_batch and not taken and stream[0].sharded and stream[0].size == 1)
-            or (not is_batch and _is_one_unit(stream[0], sizes, place, inferred))
+            or (not is_batch and _is_one_unit(stream[0], dims, sizes, place, inferred, name))
         ):
             factor = stream.pop(0)
             if factor.size > remaining:
@@ -189,8 +189,14 @@ def _num_kept(dims: Dims, sizes: Sequence[int]) -> int:
     return place + 1 if has_sizes else 0
 
 
-def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
-    """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
+def _is_one_unit(
+    factor: DimFactor, dims: Dims, sizes: Sequence[int], place: int, inferred: int | None, name: str
+) -> bool:
+    """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim.
+
+    Raises:
+        ShardingError: it and the next dim may be either.
+    """
     if sizes[place] != 1 or not factor.sharded:
         return False
     if factor.size == 1:
@@ -201,8 +207,16 @@ def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: 
             return False
         remaining //= sizes[following]
         if remaining == 1:
-            return True
-    return False
+            break
+    if remaining > 1:
+        return False
+    if sizes[place + 1] > 1 or place == inferred:
+        return True
+    if place < len(dims) and dims[place] == whole_dim(1):
+        return False  # it was there before, as that of a sequence of one token
+    raise ShardingError(
+        f"{name} has two dims of 1, one of which counts the rank's units", fix=INFER
+    )
 
 
 def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:

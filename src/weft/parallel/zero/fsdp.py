@@ -67,10 +67,10 @@ class FullyShardedDataParallel(SynchronizedModule):
     wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
     LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
     Attributes that the wrapper does not have are those of the module.
-    Inside the forward of its block `module.weight` is the unsharded parameter, also by
-    `named_parameters()` and `torch.func.functional_call`; under `zero=3` it is NaN elsewhere. Several
-    backwards a step add up, also under `no_sync()`, and gradients may be zeroed or discarded at any
-    place. Frozen, unused and tied parameters and uneven shapes are allowed;
+    Inside the forward of its block `module.weight` is the unsharded parameter, also by the module's
+    `named_parameters()` and `torch.func.functional_call`; under `zero=3` it is NaN elsewhere. Those of
+    the wrapper are shards everywhere. Several backwards a step add up, also under `no_sync()`, and
+    gradients may be zeroed or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
     parameters may be frozen, unfrozen, moved and cast later. A parameter that no rank has used since
     the last step keeps the `.grad` it had: None at first and after `zero_grad()`, zeros after
     `zero_grad(set_to_none=False)` of a gradient, as in one process.
@@ -262,8 +262,11 @@ class FullyShardedDataParallel(SynchronizedModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards under the names that the module's parameters had unwrapped."""
-        self._values.hide_after_error()
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        with self._values.hidden():
+            return iter(list(self.module.named_parameters(prefix, recurse, remove_duplicate)))
+
+    def _named_params(self) -> Iterator[tuple[str, Tensor]]:
+        return self.named_parameters()
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -282,14 +285,14 @@ class FullyShardedDataParallel(SynchronizedModule):
         Raises:
             PlanError: a parameter was written while its memory is freed.
         """
-        self._values.hide_after_error()
         for group in self._groups:
             group.check_unwritten()
         state: dict[str, Any]
-        if args or prefix:
-            state = super().state_dict(*args, prefix=prefix, **kwargs)
-        else:
-            state = self.module.state_dict(**kwargs)
+        with self._values.hidden():
+            if args or prefix:
+                state = super().state_dict(*args, prefix=prefix, **kwargs)
+            else:
+                state = self.module.state_dict(**kwargs)
         return state
 
     def load_state_dict(
@@ -310,15 +313,14 @@ class FullyShardedDataParallel(SynchronizedModule):
                     fix="load_state_dict(state) copies the values",
                 )
             )
-        self._values.hide_after_error()
-        keys = self.module.load_state_dict(state_dict, strict)
+        with self._values.hidden():
+            keys = self.module.load_state_dict(state_dict, strict)
         self._is_stale = True
         return keys
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        self._values.hide_after_error()
         for group in self._groups:
             for name, param in group.params.items():
                 shard = self._shard_of[name]
@@ -326,7 +328,8 @@ class FullyShardedDataParallel(SynchronizedModule):
                 entry = torch.zeros((), dtype=shard.dtype, device=shard.device)
                 whole = nn.Parameter(entry.expand(shard.shape), requires_grad=shard.requires_grad)
                 memo[id(shard)] = memo[id(param)] = whole
-        module, blocks = self._copy_without_hooks(memo)
+        with self._values.hidden():
+            module, blocks = self._copy_without_hooks(memo)
         copied._wrap(module, self.comm, self.sharding, blocks=blocks, is_copy=True)
         with torch.no_grad():
             for name, shard in self._shard_of.items():
@@ -367,7 +370,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         try:
             outputs = self.module(*args, **kwargs)
         except BaseException:
-            self._values.end_forward(is_seen=True)
+            self._values.interrupt_forward()
             raise
         finally:
             self._is_in_forward = False

@@ -12,11 +12,12 @@ Note [What a forward finds]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from weft.parallel.autograd.backward_end import NO_BACKWARD, after_this_backward, backward_id
@@ -43,15 +44,16 @@ class BlockValues:
         self._params = tuple(params)
         self._depth = 0
 
+    @property
+    def are_exposed(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self._depth > 0
+
     def expose(self) -> None:
         """Register the unsharded parameters."""
         self._depth += 1
-        if self._depth > 1:
-            return
-        for module, name, shard, unsharded in self._params:
-            module.__dict__.pop(name, None)
-            if module._parameters.get(name) is shard:
-                module._parameters[name] = unsharded
+        if self._depth == 1:
+            self.register_unsharded()
 
     def hide(self) -> None:
         """Register the shards again; without effect where nothing is exposed, as after an error."""
@@ -62,9 +64,17 @@ class BlockValues:
 
     def hide_all(self) -> None:
         """The same, however often the parameters were exposed."""
-        if self._depth == 0:
-            return
-        self._depth = 0
+        if self._depth > 0:
+            self._depth = 0
+            self.register_shards()
+
+    def register_unsharded(self) -> None:
+        for module, name, shard, unsharded in self._params:
+            module.__dict__.pop(name, None)
+            if module._parameters.get(name) is shard:
+                module._parameters[name] = unsharded
+
+    def register_shards(self) -> None:
         for module, name, shard, unsharded in self._params:
             if name in module._parameters:
                 module.__dict__[name] = unsharded
@@ -94,7 +104,7 @@ class RegisteredValues:
             for block in chain
         ]
         self._in_backward = False
-        self._outputs: list[Any] | None = None
+        self._nodes: list[Node] | None = None
 
     def register_hooks(self, chain: tuple[nn.Module, ...]) -> list[RemovableHandle]:
         """Have the forwards of the blocks expose their parameters; to be called after all other hooks that are
@@ -110,28 +120,35 @@ class RegisteredValues:
         @not_compiled
         def hide(module: nn.Module, args: Any, out: Any) -> None:
             values.hide()
-            if self._outputs is not None:
-                self._outputs.append(out)
+            if self._nodes is not None:
+                # of the graph, which would not keep the outputs themselves
+                self._nodes += [node for each in tensors_in(out) if (node := each.grad_fn)]
 
         return hide
 
     def begin_forward(self) -> None:
-        """Note the outputs of blocks until `end_forward`."""
-        self._outputs = []
+        """Note where the outputs of blocks come from until `end_forward`."""
+        self._nodes = []
 
     def end_forward(self, *, is_seen: bool) -> None:
-        """The forward of the whole module has ended, perhaps by an error.
+        """The forward of the whole module has ended.
 
         Args:
             is_seen: whether `begin_backward` will be called; else hooks on the outputs of blocks do so.
         """
-        outputs = self._outputs
-        self._outputs = None
-        if not is_seen and torch.is_grad_enabled():
+        nodes = self._nodes or []
+        self._nodes = None
+        if not is_seen:
             begin = _begin_of(weakref.ref(self))
-            for tensor in tensors_in(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin)
+            for node in nodes:
+                node.register_prehook(begin)
+
+    def interrupt_forward(self) -> None:
+        """It has raised an error: after `KeyboardInterrupt` torch calls no hook of its blocks."""
+        self._nodes = None
+        if not self._in_backward:
+            for values in self._blocks:
+                values.hide_all()
 
     def begin_backward(self) -> None:
         """A backward begins, in which a part of a block may be recomputed: expose all parameters until it ends."""
@@ -154,6 +171,19 @@ class RegisteredValues:
             for values in self._blocks:
                 values.hide_all()
 
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Have the shards registered, also within a forward or a backward: a hook or a signal handler saves them."""
+        self.hide_after_error()
+        exposed = [values for values in self._blocks if values.are_exposed]
+        for values in exposed:
+            values.register_shards()
+        try:
+            yield
+        finally:
+            for values in exposed:
+                values.register_unsharded()
+
 
 def _expose(values: BlockValues) -> Callable[[nn.Module, Any], None]:
     @not_compiled
@@ -163,10 +193,10 @@ def _expose(values: BlockValues) -> Callable[[nn.Module, Any], None]:
     return expose
 
 
-def _begin_of(weak_values: weakref.ref[RegisteredValues]) -> Callable[[Tensor], None]:
+def _begin_of(weak_values: weakref.ref[RegisteredValues]) -> Callable[[tuple[Tensor, ...]], None]:
     """Hook of an output, which holds no module: it lives as long as the graph."""
 
-    def begin(gradient: Tensor) -> None:
+    def begin(gradients: tuple[Tensor, ...]) -> None:
         values = weak_values()
         if values is not None:
             values.begin_backward()
