@@ -192,12 +192,10 @@ def test_an_elastic_run_shrinks_to_the_machines_left_and_returns_to_its_mesh(fol
         with torchrun(out, *words, options=options, env=NEW_STORE) as third:
             first.wait(lambda: trains_on_layout(num_before + 2))
             third.process.kill()
-    assert layouts(first)[num_before - 1 :] == ["dp2", "1 rank", "dp2"]
+    assert layouts(first)[num_before - 1 :] == ["dp2", "dp1", "dp2"]
     notes = [event["text"] for event in first.events() if event.get("kind") == "elastic"]
-    assert len(notes) == layouts(first).count("1 rank")
-    assert notes[-1] == (
-        "1 of 2 ranks: layout 1 rank instead of dp2 (run.elastic), same global batch"
-    )
+    assert len(notes) == layouts(first).count("dp1")
+    assert notes[-1] == ("1 of 2 ranks: layout dp1 instead of dp2 (run.elastic), same global batch")
 
 
 @pytest.mark.slow
