@@ -47,7 +47,7 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  every key"
 	@echo "    $(BIN)/weft train --help"
 
-test: $(STAMP)  ## all tests, 7 to 10 minutes on 2 idle cores
+test: $(STAMP)  ## all tests, 8 to 16 minutes on 2 idle cores
 	@$(BIN)/python -m compileall -qq -j 0 src
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not cluster" $(ARGS)
 

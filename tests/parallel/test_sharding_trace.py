@@ -132,6 +132,14 @@ class HalfOfSharded(InlineMLP):
         return self.down(torch.cat((first, rest), dim=-1))
 
 
+class IndexOfSharded(InlineMLP):
+    """By numbers of features that only one rank has. An index of whole dims is T5's bias in user_models."""
+
+    def mlp(self, y: Tensor) -> Tensor:
+        order = torch.arange(FFN // 2, device=y.device)
+        return self.down(self.up(y)[..., order])
+
+
 class ProductByHand(InlineMLP):
     """The row-parallel product without its module."""
 
@@ -246,6 +254,7 @@ REJECTED: dict[Callable[[], nn.Module], str] = {
     ScaleOfLocalHeads: "mul computes with the local size of a sharded dim",
     RootOfLocalEntries: "float() or math computes with the local size of a sharded dim",
     HalfOfSharded: "slice of a sharded dim",
+    IndexOfSharded: "index over a sharded dim",
     ProductByHand: "sums over a sharded dim outside a row-parallel nn.Linear",
     ConvolutionOverSharded: "convolution over sharded channels",
     OwnLinear: "DoubledLinear overrides Linear.forward",

@@ -142,7 +142,7 @@ def _index(op: TracedOp) -> list[Dims]:
     """x[:, index]: along one whole dim, by numbers."""
     indices = op.args["indices"]
     places = [place for place, index in enumerate(indices) if index is not None]
-    if len(places) > 1 or indices[places[0]].dtype == torch.bool:
+    if len(places) > 1 or indices[places[0]].dtype in (torch.bool, torch.uint8):
         raise ShardingError("index of a sharded tensor along several dims, or by a mask")
     reject_sharded(op, places)
     return [with_dim(op.dims, places[0], *op.operands[1])]
